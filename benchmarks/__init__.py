@@ -1,0 +1,1 @@
+"""Each headline number as a command that prints a ratio."""

@@ -1,0 +1,1 @@
+"""What a step computes: weights, layers, kernels, sampling."""

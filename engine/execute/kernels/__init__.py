@@ -1,0 +1,1 @@
+"""Every op in plain torch (the reference), and the faster versions registered beside it."""

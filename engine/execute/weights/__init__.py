@@ -1,0 +1,1 @@
+"""Checkpoint readers: GGUF and safetensors, streamed, never trusted."""

@@ -1,0 +1,1 @@
+"""Which sequences run, on which pages: no torch in this folder."""

@@ -1,0 +1,63 @@
+"""What a step will do and what it did, as values: the seam between the scheduler and a runner."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Protocol
+
+from policies.contract.wire import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's share of a step: compute token_ids at positions start, start+1, …
+
+    page_table and generations hold one list a group (a tuple of one until a family needs more),
+    the pages of positions [0, start + len(token_ids)) in order. They are the sequence's own live
+    lists: a runner reads them during execute and never changes or keeps them.
+    """
+
+    sequence_id: int
+    start: int
+    token_ids: array[int]
+    page_table: tuple[list[int], ...]
+    generations: tuple[list[int], ...]
+    sampling: Sampling
+    num_completion: int  # completion tokens so far: min_tokens and the noise position
+    samples: bool  # the last token is the newest: choose its successor
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    step: int
+    rows: tuple[Row, ...]
+    assigned: tuple[tuple[int, int], ...]  # (page_id, generation) to write to the tag array first
+    zero_tails: tuple[tuple[int, int], ...]  # (page_id, first unwritten offset) after the writes
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """tokens[i] belongs to rows[i]: the sampled token, or None where the row does not sample.
+
+    None for a row that samples means "not yet": the row counts as not computed and is planned
+    again. corrupt lists rows whose page tags did not match: they end with an error and publish
+    nothing.
+    """
+
+    step: int
+    tokens: tuple[int | None, ...]
+    corrupt: tuple[int, ...] = ()
+    compute_s: float = 0.0
+
+
+class Runner(Protocol):
+    """What carries out plans: the model (execute/runner.py) or a script (script.py)."""
+
+    def begin(self, sequence_id: int, prompt: array[int]) -> None:
+        """A sequence was accepted; called before its first row."""
+
+    def end(self, sequence_id: int) -> None:
+        """A sequence is over; forget what was kept for it."""
+
+    def execute(self, plan: StepPlan) -> StepResult: ...

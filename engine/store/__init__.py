@@ -1,0 +1,1 @@
+"""Pages as bytes: layout, codec and the tiers below the device."""

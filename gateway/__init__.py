@@ -1,0 +1,1 @@
+"""The process clients talk to: all text and all money, never torch."""

@@ -1,0 +1,1 @@
+"""Who is billed what: keys, rows, rollups."""

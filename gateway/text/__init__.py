@@ -1,0 +1,1 @@
+"""Text in and out: template, tokenise, detokenise, stop strings."""

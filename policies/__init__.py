@@ -1,0 +1,1 @@
+"""Decisions as pure functions over values: no I/O, clock, randomness, threads or torch."""
