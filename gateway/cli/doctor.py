@@ -177,13 +177,10 @@ def run_doctor(*, port: int, home: Path | None, as_json: bool) -> None:
 
 
 def print_report(report: list[Finding]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from gateway.cli.tables import plain_table, print_table
 
     marks = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "bad": "[red]bad[/red]"}
-    table = Table(box=None, pad_edge=False)
-    for heading in ("check", "", "found", "remedy"):
-        table.add_column(heading, overflow="fold")
+    table = plain_table("check", "", "found", "remedy")
     for finding in report:
         table.add_row(finding.check, marks[finding.verdict], finding.found, finding.remedy)
-    Console().print(table)
+    print_table(table)

@@ -50,15 +50,12 @@ def list_keys(*, home: Path | None, as_json: bool) -> None:
     if as_json:
         write_json([shown(key) for key in found])
         return
-    from rich.console import Console
-    from rich.table import Table
+    from gateway.cli.tables import plain_table, print_table
 
-    table = Table(box=None, pad_edge=False)
-    for heading in ("id", "name", "tenant", "created", "revoked"):
-        table.add_column(heading)
+    table = plain_table("id", "name", "tenant", "created", "revoked")
     for key in found:
         table.add_row(key.key_id, key.name, key.tenant, when(key.created_at), when(key.revoked_at))
-    Console().print(table)
+    print_table(table)
 
 
 def revoke_key(name: str, *, home: Path | None, as_json: bool) -> None:

@@ -65,7 +65,7 @@ def serve(
     ] = None,
     nodes: Annotated[int, typer.Option(help="Node agents to start, named n1…nN.")] = 1,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the API.")] = 8000,
+    port: Annotated[int, typer.Option(help="Port of the API; 0: a free one.")] = 8000,
     link_port: Annotated[int, typer.Option(help="Port nodes dial; 0: a free one.")] = 0,
     admin_port: Annotated[int, typer.Option(help="Port of the operator; 0: a free one.")] = 0,
     home: Home = None,

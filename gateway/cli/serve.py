@@ -260,16 +260,17 @@ def essentials(plan: ServePlan, *, secret: str, model: str, home: Path) -> str:
 
 def serve(options: ServeOptions, *, secret: str, as_json: bool) -> None:
     """Run until a signal. Raises Problem when it cannot start or the gateway ends."""
-    require_free_port(options.host, options.port, "--port")
-    for port, flag in ((options.link_port, "--link-port"), (options.admin_port, "--admin-port")):
+    asked = {
+        "--port": options.port,
+        "--link-port": options.link_port,
+        "--admin-port": options.admin_port,
+    }
+    for flag, port in asked.items():
         if port:
             require_free_port(options.host, port, flag)
-    link_port, admin_port = free_ports(options.host, 2)
-    plan = plan_serve(
-        options,
-        link_port=options.link_port or link_port,
-        admin_port=options.admin_port or admin_port,
-    )
+    drawn = free_ports(options.host, len(asked))
+    ports = [port or free for port, free in zip(asked.values(), drawn, strict=True)]
+    plan = plan_serve(options, port=ports[0], link_port=ports[1], admin_port=ports[2])
     running = Serve(plan, home=options.home, secret=secret, console=Console(stderr=True))
     with running.signals():
         try:

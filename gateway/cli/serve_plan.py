@@ -22,8 +22,8 @@ class ServeOptions:
     models: tuple[str, ...] = ()
     num_nodes: int = 1
     host: str = "127.0.0.1"
-    port: int = DEFAULT_PORT
-    link_port: int = 0  # 0: a free one
+    port: int = DEFAULT_PORT  # of any of the three, 0 means a free one
+    link_port: int = 0
     admin_port: int = 0
     config: Path | None = None
     key_file: Path
@@ -50,7 +50,7 @@ class ServePlan:
     admin_url: str
 
 
-def plan_serve(options: ServeOptions, *, link_port: int, admin_port: int) -> ServePlan:
+def plan_serve(options: ServeOptions, *, port: int, link_port: int, admin_port: int) -> ServePlan:
     """Argument lists of all children. Raises Problem on a count that makes no sense."""
     if options.num_nodes < 1:
         raise Problem(
@@ -62,7 +62,7 @@ def plan_serve(options: ServeOptions, *, link_port: int, admin_port: int) -> Ser
     models = options.models or (DEFAULT_MODEL,)
     gateway = [
         *("--host", options.host),
-        *("--port", str(options.port)),
+        *("--port", str(port)),
         *("--link-port", str(link_port)),
         *("--admin-port", str(admin_port)),
         *("--home", str(options.home)),
@@ -90,7 +90,7 @@ def plan_serve(options: ServeOptions, *, link_port: int, admin_port: int) -> Ser
             Launch(f"n{index}", "node_agent", ("--node-id", f"n{index}", *node))
             for index in range(1, options.num_nodes + 1)
         ),
-        api_url=f"http://{url_host(options.host)}:{options.port}",
+        api_url=f"http://{url_host(options.host)}:{port}",
         admin_url=f"http://{url_host(options.host)}:{admin_port}",
     )
 

@@ -69,10 +69,9 @@ def line_name(line: UsageLine, by: By) -> str:
 
 
 def print_usage(lines: Sequence[UsageLine], total: UsageLine, by: By) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from gateway.cli.tables import plain_table, print_table
 
-    table = Table(box=None, pad_edge=False, show_footer=True)
+    table = plain_table(show_footer=True)
     table.add_column(by, footer="total")
     figures: list[tuple[str, Callable[[UsageLine], str]]] = [
         ("requests", lambda line: str(line.requests)),
@@ -81,13 +80,13 @@ def print_usage(lines: Sequence[UsageLine], total: UsageLine, by: By) -> None:
         ("share", lambda line: f"{line.cached_share:.0%}"),
         ("completion", lambda line: f"{line.completion_tokens:,}"),
         ("cost USD", lambda line: usd(line.charge_nano_usd)),
-        ("saved by caching USD", lambda line: usd(line.saved_nano_usd)),
+        ("saved USD", lambda line: usd(line.saved_nano_usd)),
     ]
     for heading, figure in figures:
-        table.add_column(heading, footer=figure(total), justify="right")
+        table.add_column(heading, footer=figure(total), justify="right", no_wrap=True)
     for line in lines:
         table.add_row(line_name(line, by), *(figure(line) for _, figure in figures))
-    Console().print(table)
+    print_table(table)
 
 
 def usd(nano: int) -> str:
@@ -114,12 +113,11 @@ def write_requests(path: Path) -> None:
 
 
 def print_requests(path: Path) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from gateway.cli.tables import plain_table, print_table
 
-    table = Table(box=None, pad_edge=False)
-    for heading in ("request", "model", "status", "node", "prompt", "cached", "completion", "USD"):
-        table.add_column(heading)
+    table = plain_table(
+        *("request", "model", "status", "node"), *("prompt", "cached", "completion", "USD")
+    )
     for line in requests(path):
         table.add_row(
             line.request_id,
@@ -131,7 +129,7 @@ def print_requests(path: Path) -> None:
             str(line.completion_tokens),
             usd(line.charge_nano_usd),
         )
-    Console().print(table)
+    print_table(table)
 
 
 def verify_ledger(*, home: Path | None, as_json: bool) -> None:
