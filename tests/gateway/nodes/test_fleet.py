@@ -1,4 +1,4 @@
-"""The fleet with nodes in memory: dispatch, redispatch, states, books, and traps of other routers."""
+"""The fleet with nodes in memory: dispatch, redispatch, states, books, traps of other routers."""
 
 from __future__ import annotations
 
