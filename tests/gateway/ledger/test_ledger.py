@@ -1,4 +1,4 @@
-"""The ledger's promises, one by one; the traps it was built against are named after their failure."""
+"""The ledger's promises, one by one; traps are named after the failure they would be."""
 
 import asyncio
 import sqlite3
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 
 async def until(condition, within_s=5.0):
     async with asyncio.timeout(within_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - the ledger has no event for it
             await asyncio.sleep(0.002)
 
 
