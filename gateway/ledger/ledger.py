@@ -216,11 +216,12 @@ class Ledger:
                 elif self._ended and now >= max(next_settle, self._retry_at):
                     next_settle = now + SETTLE_EVERY_S
                     await self._write_ended()
+                elif self._trouble and self._idle() and now >= self._retry_at:
+                    await self._transact("FULL", schema.PROBE, [(self._boot,)])
                 else:
                     await self._pause(now, next_open, next_settle)
-            if not self._trouble:
-                await self._orphan_the_rest()
-                await self._checkpoint()
+            await self._orphan_the_rest()
+            await self._checkpoint()
         finally:
             self._closed = True
             for request_id, (_, committed) in self._opens.items():
@@ -238,6 +239,7 @@ class Ledger:
         """Until the next batch may go, or something comes; idle long enough, truncate the log."""
         due = [max(next_open, self._retry_at)] if self._opens else []
         due += [max(next_settle, self._retry_at)] if self._ended else []
+        due += [self._retry_at] if self._trouble else []
         if self._dirty:
             is_big = wal_bytes(self._path) > MAX_WAL_BYTES
             since = (
@@ -284,7 +286,7 @@ class Ledger:
         if self._row_by_id:
             log.warning("ledger_closed_over_open_rows", rows=len(self._row_by_id))
             now = time.time()
-            await self._transact("FULL", schema.ORPHAN, [(now, now)])
+            await self._transact("FULL", schema.ORPHAN, [(now, now)])  # refused: at the next boot
             self._row_by_id.clear()
 
     async def _transact(

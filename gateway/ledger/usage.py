@@ -109,8 +109,8 @@ def requests(path: Path, *, after: int = 0) -> Iterator[RequestLine]:
             " FROM requests WHERE sequence > ? ORDER BY sequence LIMIT ?",
             (after, PAGE_ROWS),
         ).fetchall():
-            for _, *fields, rate_input, rate_cached, rate_output in page:
-                yield RequestLine(*fields, rates=Rates(rate_input, rate_cached, rate_output))
+            for row in page:
+                yield RequestLine(*(*row[1:-3], Rates(*row[-3:])))
             after = page[-1][0]
     finally:
         connection.close()
