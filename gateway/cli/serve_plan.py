@@ -69,6 +69,8 @@ def plan_serve(options: ServeOptions, *, port: int, link_port: int, admin_port: 
         *("--api-key-file", str(options.key_file)),
         *("--join-token-file", str(options.join_token_file)),
     ]
+    for model in options.models:
+        gateway += ["--model", model]
     if options.config is not None:
         gateway += ["--config", str(options.config)]
     node = [
@@ -91,7 +93,7 @@ def plan_serve(options: ServeOptions, *, port: int, link_port: int, admin_port: 
             for index in range(1, options.num_nodes + 1)
         ),
         api_url=f"http://{url_host(options.host)}:{port}",
-        admin_url=f"http://{url_host(options.host)}:{admin_port}",
+        admin_url=f"http://127.0.0.1:{admin_port}",  # the operator's, whatever --host says
     )
 
 

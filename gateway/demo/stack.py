@@ -14,6 +14,7 @@ from typing import Any
 
 from gateway.cli.children import die_with_parent, python_module
 from gateway.cli.client import Server, call
+from policies.contract.wire import EngineReport
 
 START_S = 180.0
 STOP_S = 30.0
@@ -21,6 +22,13 @@ STOP_S = 30.0
 
 class StackFailed(Exception):
     """It did not come up, or did not end; the message holds what it said on stderr."""
+
+
+def named(report: Any) -> Any:
+    """An engine's report by field name: wire structs are arrays, also in JSON."""
+    if isinstance(report, list):
+        return dict(zip(EngineReport.__struct_fields__, report, strict=False))
+    return report
 
 
 class Stack:
@@ -81,6 +89,8 @@ class Stack:
         token = (self.home / "admin.token").read_text().strip()
         answer = call(Server(self.ready["admin_url"], token), "GET", "/admin/v1/nodes")
         nodes: list[dict[str, Any]] = answer["nodes"]
+        for engine in (engine for node in nodes for engine in node["engines"]):
+            engine["report"] = named(engine["report"])
         return nodes
 
     def kagari(self, *arguments: str, timeout_s: float = 30) -> subprocess.CompletedProcess[str]:
