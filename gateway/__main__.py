@@ -1,4 +1,4 @@
-"""`python -m gateway`: flags over file over defaults, then serve; stage lines on standard output."""
+"""`python -m gateway`: flags over file over defaults, then serve; stage lines on stdout."""
 
 from __future__ import annotations
 

@@ -37,6 +37,7 @@ from gateway.services import Services
 from gateway.telemetry import Metrics
 from gateway.text.model import TextModel
 from policies.admission import Admission
+from policies.pricing import PriceTable
 from policies.routing import RoutingParameters, parse_parameters
 
 Emit = Callable[[dict[str, object]], None]
@@ -91,12 +92,9 @@ async def build(
                     default_models=config.models.default,
                     max_in_flight=config.routing.max_in_flight_per_node,
                 ),
-                on_usage_record=lambda record: ledger.settle_from_usage_record(
-                    record, time.time()
-                ),
+                on_usage_record=lambda record: ledger.settle_from_usage_record(record, time.time()),
             )
-            prices_file = config.models.prices_file
-            prices = load_prices(None if prices_file is None else Path(prices_file).expanduser())
+            prices = _prices(config.models.prices_file)
         yield Services(
             config=config,
             home=home,
@@ -202,6 +200,10 @@ async def _cancel_on_second(signals: asyncio.Queue[int], work: asyncio.Task[obje
 
 def _secret(path: str | None) -> str | None:
     return None if path is None else read_secret(path)
+
+
+def _prices(path: str | None) -> PriceTable:
+    return load_prices(None if path is None else Path(path).expanduser())
 
 
 def _parameters(path: str | None) -> RoutingParameters:

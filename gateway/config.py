@@ -178,9 +178,7 @@ def setting_names() -> list[str]:
     for field in GatewayConfig.__struct_fields__:
         section = SECTIONS.get(field)
         names += (
-            [field]
-            if section is None
-            else [f"{field}.{key}" for key in section.__struct_fields__]
+            [field] if section is None else [f"{field}.{key}" for key in section.__struct_fields__]
         )
     return names
 

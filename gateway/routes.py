@@ -76,9 +76,7 @@ ADMIN_ROUTES: tuple[Route, ...] = (
 )
 
 
-def find_route(
-    routes: Sequence[Route], path: str, method: str
-) -> tuple[Route, dict[str, str]]:
+def find_route(routes: Sequence[Route], path: str, method: str) -> tuple[Route, dict[str, str]]:
     """Raises GatewayError: not_found with near paths, or method_not_allowed with Allow."""
     allowed: list[str] = []
     for route in routes:

@@ -12,7 +12,6 @@ What Hypercorn 0.18 does by itself and what is added here:
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass

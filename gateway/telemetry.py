@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import IO, Literal
+from typing import Literal, TextIO
 
 import msgspec
 import structlog
@@ -48,9 +48,7 @@ METRICS = (
     MetricRow("kagari_nodes", "gauge", "nodes", ("state",), "Nodes by state."),
     MetricRow("kagari_ledger_open_rows", "gauge", "rows", (), "Ledger rows not yet settled."),
     MetricRow("kagari_ttft_seconds", "histogram", "s", ("model",), "To the first token.", SECONDS),
-    MetricRow(
-        "kagari_request_seconds", "histogram", "s", ("route",), "Whole requests.", SECONDS
-    ),
+    MetricRow("kagari_request_seconds", "histogram", "s", ("route",), "Whole requests.", SECONDS),
 )
 
 
@@ -123,7 +121,7 @@ def log_to_stderr() -> None:
     )
 
 
-def make_log(stream: IO[str]) -> FilteringBoundLogger:
+def make_log(stream: TextIO) -> FilteringBoundLogger:
     """A logger of such lines on any stream."""
     log: FilteringBoundLogger = structlog.wrap_logger(
         structlog.WriteLogger(stream),

@@ -26,8 +26,9 @@ from gateway.api.sse import DONE, HEARTBEAT, STREAM_HEADERS, ChatChunks, complet
 from gateway.errors import KINDS, GatewayError, fault
 from gateway.ledger.keys import Key
 from gateway.ledger.rows import LedgerFull
-from gateway.nodes.fleet import NoCapacity, NoNode, ServedModel
+from gateway.nodes.fleet import NoCapacity, NoNode
 from gateway.nodes.streams import Burst, Dispatch
+from gateway.nodes.views import ServedModel
 from gateway.services import Services
 from gateway.text.errors import TextError
 from policies.admission import Shed, Ticket

@@ -91,7 +91,9 @@ class ChatBody(Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     model: str
-    messages: tuple[Mapping[str, object], ...]  # role, content (text or text parts), and what history carries
+    messages: tuple[
+        Mapping[str, object], ...
+    ]  # role, content (text or text parts), and what history carries
     stream: bool
     include_usage: bool
     max_tokens: int | None
@@ -318,9 +320,7 @@ def _stops(stop: str | list[str] | None, limits: LimitsConfig) -> tuple[str, ...
 
 
 def _invalid(field: str, found: str, allowed: str, remedy: str) -> GatewayError:
-    return GatewayError(
-        "invalid_request", field=field, found=found, allowed=allowed, remedy=remedy
-    )
+    return GatewayError("invalid_request", field=field, found=found, allowed=allowed, remedy=remedy)
 
 
 def _unsupported(field: str, found: str, allowed: str, remedy: str) -> GatewayError:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Final
 
 from gateway.api.exchange import Exchange
 from gateway.errors import GatewayError
@@ -19,7 +20,7 @@ from policies.contract.wire import Finished, Usage
 from policies.pricing import Rates, charge_nano_usd
 
 DEADLINE_GRACE_S = 5.0  # the engine ends what is late; this is for when it cannot
-PATH = "mixed"  # how every request runs until prefill and decode can be split
+PATH: Final = "mixed"  # how every request runs until prefill and decode can be split
 
 
 @dataclass(slots=True)

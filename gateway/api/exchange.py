@@ -76,9 +76,7 @@ class Exchange:
         await self.reply(status, msgspec.json.encode(value), headers=headers)
 
     async def reply_error(self, error: GatewayError) -> None:
-        await self.reply(
-            error.status, error.body(self.request_id), headers=error.headers()
-        )
+        await self.reply(error.status, error.body(self.request_id), headers=error.headers())
 
 
 def new_request_id() -> str:

@@ -29,7 +29,9 @@ async def ready(services: Services, exchange: Exchange) -> None:
         reasons.append("no_node_ready")
     if services.ledger.health().state != "ok":
         reasons.append("ledger_" + services.ledger.health().state)
-    await exchange.reply_json({"ready": not reasons, "reasons": reasons}, status=503 if reasons else 200)
+    await exchange.reply_json(
+        {"ready": not reasons, "reasons": reasons}, status=503 if reasons else 200
+    )
 
 
 async def root(_services: Services, exchange: Exchange) -> None:
@@ -45,6 +47,4 @@ async def metrics(services: Services, exchange: Exchange) -> None:
     states = [node.state for node in services.fleet.nodes()]
     for state in ("joining", "ready", "suspect", "draining", "lost"):
         board.set("kagari_nodes", states.count(state), state=state)
-    await exchange.reply(
-        200, board.text(), content_type="text/plain; version=0.0.4; charset=utf-8"
-    )
+    await exchange.reply(200, board.text(), content_type="text/plain; version=0.0.4; charset=utf-8")

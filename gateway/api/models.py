@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from gateway.api.exchange import Exchange
 from gateway.errors import GatewayError, near, quote
-from gateway.nodes.fleet import Fleet, ServedModel
+from gateway.nodes.fleet import Fleet
+from gateway.nodes.views import ServedModel
 from gateway.services import Services
 
 CREATED = 1_704_067_200  # the field is required and has no meaning here: a constant
