@@ -9,10 +9,12 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.main import get_command
 
 from gateway.cli.main import app
+from gateway.config import load
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("policies", "engine", "node_agent", "gateway")
@@ -191,3 +193,27 @@ def test_every_pin_satisfies_the_project_and_every_dependency_is_pinned() -> Non
         name = re.split(r"[><=;\s]", requirement)[0].lower().replace("_", "-")
         assert name in pins, f"{name} is not in constraints.txt"
         assert "+" not in pins[name], f"{name}: a local version cannot be installed elsewhere"
+
+
+def test_every_setting_is_in_the_docs_with_its_default() -> None:
+    page = (ROOT / "docs/configuration.md").read_text()
+    told = dict(re.findall(r"^\| `([a-z_.]+)` \| (.+?) \| .+ \|$", page, re.MULTILINE))
+    real = {
+        name: "not set"
+        if value is None
+        else f"`{msgspec.json.encode(value, enc_hook=str).decode()}`"
+        for name, value, _ in load(environment={}).rows()
+    }
+    assert told == real
+
+
+def test_files_and_links_in_the_docs_exist() -> None:
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        text = page.read_text()
+        links = [page.parent / link for link in re.findall(r"\]\(([^)#:]+)\)", text)]
+        named = [
+            ROOT / name
+            for name in re.findall(r"`((?:[a-z_]+/)+[a-z_]*(?:\.[a-z]+)?)`", text)
+            if name.split("/")[0] in (*PACKAGES, "tests", "benchmarks", "docs")
+        ]
+        assert [path for path in (*links, *named) if not path.exists()] == [], page.name

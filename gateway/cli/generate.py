@@ -22,13 +22,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gateway.cli.children import die_with_parent, python_module
+from gateway.cli.loading import LoadingLine
 from gateway.cli.problem import FAILED, Problem
 from policies.contract import wire
 from policies.contract.bundle import decode_bundle
 from policies.contract.page_keys import SALT_BYTES
 
 if TYPE_CHECKING:
-    from gateway.text.model import OutputText, TextModel
+    from gateway.text.model import TextModel
+    from gateway.text.output import OutputText
 
 HEADER = struct.Struct("<IB")  # length of the message, channel
 CHANNEL = 1  # as if this were the engine's first gateway
@@ -81,8 +83,9 @@ def generate(
         seed=seed,
         stop_token_ids=text_model.stop_token_ids,
     )
-    with running_engine(spec, flags) as ours:
-        asyncio.run(stream(ours, submission(prompt, sampling), text_model.output(())))
+    with running_engine(spec, flags) as (ours, loading):
+        submit = submission(prompt, sampling)
+        asyncio.run(stream(ours, submit, text_model.output(()), loading))
 
 
 def describe_model(name: str) -> tuple[dict[str, Any], Path]:
@@ -127,12 +130,15 @@ def submission(prompt: array[int], sampling: wire.Sampling) -> wire.Submit:
     )
 
 
-async def stream(ours: socket.socket, submit: wire.Submit, output: OutputText) -> None:
+async def stream(
+    ours: socket.socket, submit: wire.Submit, output: OutputText, loading: LoadingLine
+) -> None:
     """Ask, and print text as it comes. Raises Problem when the engine ends on the way."""
     reader, writer = await asyncio.open_connection(sock=ours)
     frames = EngineFrames(reader, writer)
     try:
         await frames.wait_until_up()
+        loading.loaded()
         await frames.send(submit)
         async for tokens in frames.tokens():
             sys.stdout.write(output.push(tokens))
@@ -193,8 +199,10 @@ class EngineFrames:
 
 
 @contextmanager
-def running_engine(spec: dict[str, Any], flags: list[str]) -> Iterator[socket.socket]:
-    """An engine process and our end of its socket; it exits when that closes, or is killed."""
+def running_engine(
+    spec: dict[str, Any], flags: list[str]
+) -> Iterator[tuple[socket.socket, LoadingLine]]:
+    """An engine process: our end of its socket, at whose end it exits, and what it says."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
@@ -208,12 +216,15 @@ def running_engine(spec: dict[str, Any], flags: list[str]) -> Iterator[socket.so
             ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             pass_fds=(theirs.fileno(),),
             process_group=0,
             preexec_fn=die_with_parent(),
         )
+    assert process.stderr is not None
+    loading = LoadingLine(process.stderr)
     try:
-        yield ours
+        yield ours, loading
     finally:
         ours.close()
         try:
@@ -221,6 +232,7 @@ def running_engine(spec: dict[str, Any], flags: list[str]) -> Iterator[socket.so
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(2)
+        loading.close()
 
 
 def engine_ended() -> Problem:

@@ -7,6 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
+from gateway.cli.loading import read_loading
 from gateway.cli.stages import Stage, StageScreen, read_stage
 
 
@@ -37,3 +38,16 @@ def test_a_stage_is_shown_with_its_seconds_and_not_as_markup() -> None:
     lines = out.getvalue().splitlines()
     assert lines[0] == "starting gateway, n1 (last time 3.5 s)"
     assert lines[1].split() == ["n1", "1.50s", "load", "[red]weights[/red]", "98", "MiB"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"event":"engine_loading","stage":"weights","share":0.25}', "weights 25%"),
+        (b'{"event":"engine_loading","stage":"open"}', "open"),
+        (b'{"event":"engine_failed","message":"no memory"}', None),
+        (b"Killed", None),
+    ],
+)
+def test_read_loading(line: bytes, said: str | None) -> None:
+    assert read_loading(line) == said
