@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 from gateway.api.exchange import Exchange
@@ -93,28 +94,28 @@ async def refuse(exchange: Exchange, error: GatewayError) -> None:
     ]
     if exchange.scope["http_version"].startswith("1"):
         headers.append(("connection", "close"))
-    drain = asyncio.create_task(_discard(exchange))
+    await exchange.start(error.status, headers)
+    await exchange.write(data)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            await _discard(exchange, LINGER_BYTES)
+    # While the answer is completed the server may still be waiting to hand over a piece.
+    rest = asyncio.create_task(_discard(exchange, None))
     try:
-        await exchange.start(error.status, headers)
-        await exchange.write(data)
-        await asyncio.wait((drain,), timeout=LINGER_S)
-        await exchange.end()  # the drain goes on: the server may be waiting to hand over a piece
+        await exchange.end()
     finally:
-        drain.cancel()
-        await asyncio.wait((drain,))
+        rest.cancel()
+        await asyncio.wait((rest,))
 
 
-async def _discard(exchange: Exchange) -> None:
+async def _discard(exchange: Exchange, most_bytes: int | None) -> None:
+    """Until the body or the connection ends, or most_bytes have passed."""
     discarded = 0
-    while discarded <= LINGER_BYTES:
+    while most_bytes is None or discarded <= most_bytes:
         message = await exchange.receive()
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
             return
         discarded += len(message.get("body", b""))
-    while True:  # the bound is reached: keep the pipe from blocking only while we are closing it
-        await asyncio.sleep(LINGER_S / 20)
-        if (await exchange.receive())["type"] == "http.disconnect":
-            return
 
 
 def _too_large(found: str, limit_bytes: int) -> GatewayError:
