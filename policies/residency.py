@@ -7,7 +7,6 @@ from itertools import compress
 
 from policies.contract.page_keys import EVENT_KEY_BYTES
 from policies.contract.wire import (
-    CacheCleared,
     PageEvent,
     PageEvents,
     PageRemoved,
@@ -81,20 +80,19 @@ class Residency:
             self._store(key, 1)
 
     def _take(self, event: PageEvent) -> None:
-        match event:
-            case PageStored(page_key, tier):
-                self._store(page_key, _BIT[tier])
-            case PageRemoved(page_key, tier):
-                left = self._tiers_by_key.get(page_key, 0) & ~_BIT[tier]
-                if left:
-                    self._tiers_by_key[page_key] = left
-                else:
-                    self._tiers_by_key.pop(page_key, None)
-            case CacheCleared(tier):
-                gone = _BIT[tier]
-                self._tiers_by_key = {
-                    key: bits & ~gone for key, bits in self._tiers_by_key.items() if bits & ~gone
-                }
+        if isinstance(event, PageStored):
+            self._store(event.page_key, _BIT[event.tier])
+        elif isinstance(event, PageRemoved):
+            left = self._tiers_by_key.get(event.page_key, 0) & ~_BIT[event.tier]
+            if left:
+                self._tiers_by_key[event.page_key] = left
+            else:
+                self._tiers_by_key.pop(event.page_key, None)
+        else:
+            gone = _BIT[event.tier]
+            self._tiers_by_key = {
+                key: bits & ~gone for key, bits in self._tiers_by_key.items() if bits & ~gone
+            }
 
     def _store(self, key: bytes, bit: int) -> None:
         held = self._tiers_by_key

@@ -61,7 +61,7 @@ MAX_KNOWN_REQUESTS = 65_536
 FORGET_AFTER_S = 600.0
 TICK_S = 0.05
 MAX_TICK_GAP_S = 1.0
-RETRYABLE = frozenset({"node_draining", "engine_lost"})
+RETRYABLE = frozenset({"node_draining", "engine_lost", "engine_full"})  # faults of the place
 
 
 class NoNode(Exception):
@@ -346,7 +346,7 @@ class Fleet:
         )
 
     def _welcome(self, node: Node, session: Session) -> None:
-        """Say which bundles we lack and ask for the pages the engines hold."""
+        """Say which bundles we lack; the node follows with snapshots of its pages."""
         digests: list[str] = []
         for engine in node.engine_by_index.values():
             self._model_names.setdefault(engine.info.model)
@@ -357,12 +357,6 @@ class Fleet:
             session.assemblies.setdefault(digest, Assembly(digest))
         welcome = Welcome(wire.WIRE_VERSION, self.config.gateway_id, wanted)
         session.outbox.send_urgent(wire.encode(welcome))
-        for engine in node.engine_by_index.values():
-            self._ask_resync(engine, session)
-
-    def _ask_resync(self, engine: Engine, session: Session) -> None:
-        session.outbox.send_urgent(wire.encode(wire.Resync(engine.info.engine)))
-        engine.resync_asked = True
 
     def detach(self, session: Session, why: str) -> None:
         """A link ended: its streams move on or fail now. Idempotent."""
@@ -450,7 +444,8 @@ class Fleet:
         if frame.snapshot:
             engine.resync_asked = False
         elif lost and not engine.resync_asked:
-            self._ask_resync(engine, session)
+            session.outbox.send_urgent(wire.encode(wire.Resync(engine.info.engine)))
+            engine.resync_asked = True
 
     def _on_report(self, node: Node, session: Session, report: Report) -> None:
         now = self._clock()

@@ -39,6 +39,8 @@ class Node:
         self.suspect = False
         self.draining_itself = False
         self.set_engines(hello.engines)
+        for engine in self.engine_by_index.values():
+            engine.resync_asked = False  # what the old link asked for does not come
 
     def set_engines(self, infos: tuple[EngineInfo, ...]) -> None:
         """The full list; an engine that is unchanged keeps its books, a new one starts empty."""

@@ -59,17 +59,20 @@ class Session:
         self.outbox.send_submit(lane, wire.encode(message))
 
     def abort(self, flow: Flow) -> None:
-        """Tell the node to stop; a Submit that was not sent yet is taken back instead."""
+        """Tell the node to stop."""
+        self._tell_end(flow, Abort((flow.lane,)))
+
+    def finish(self, flow: Flow, keep: int) -> None:
+        """Tell the node to end the stream and bill keep completion tokens."""
+        self._tell_end(flow, FinishLane(flow.lane, keep))
+
+    def _tell_end(self, flow: Flow, message: Abort | FinishLane) -> None:
+        """A Submit that was not sent yet is taken back instead: its end would overtake it."""
         if self.outbox.withdraw(flow.lane):
             self._release(flow)
         else:
             self._leave(flow)
-            self.outbox.send_urgent(wire.encode(Abort((flow.lane,))))
-
-    def finish(self, flow: Flow, keep: int) -> None:
-        """Tell the node to end the stream and bill keep completion tokens."""
-        self._leave(flow)
-        self.outbox.send_urgent(wire.encode(FinishLane(flow.lane, keep)))
+            self.outbox.send_urgent(wire.encode(message))
 
     def on_step(self, step: Step) -> list[Flow]:
         """Hand tokens to their flows and return these, streams with a first token in front.

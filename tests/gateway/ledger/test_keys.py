@@ -1,4 +1,4 @@
-"""Keys: shown once, found by digest, seen by a running gateway when another process changes them."""
+"""Keys: shown once, found by digest, and changes by another process are seen by a gateway."""
 
 import sqlite3
 import stat

@@ -1,4 +1,4 @@
-"""The ledger's promises, one by one; the traps it was built against are named after their failure."""
+"""The ledger's promises, one by one; traps are named after the failure they would be."""
 
 import asyncio
 import sqlite3
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 
 async def until(condition, within_s=5.0):
     async with asyncio.timeout(within_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - the ledger has no event for it
             await asyncio.sleep(0.002)
 
 
@@ -114,6 +114,8 @@ async def test_an_id_used_again_neither_replaces_nor_doubles_its_row(path, row, 
         with pytest.raises(ValueError, match="open already"):
             await ledger.open(row("r1", prompt=5))
         ledger.settle(end("r1"))
+        with pytest.raises(ValueError, match="open already"):
+            await ledger.open(row("r1", prompt=5))
         await until(lambda: ledger.health().unsettled == 0)
         await ledger.open(row("r1", prompt=5))
         ledger.settle(end("r1", cached=0))
@@ -303,6 +305,25 @@ async def test_an_unclosed_connection_does_not_hang_exit(path):
     async with Ledger(path):
         assert len(ours()) == 1
     await until(lambda: not ours())
+
+
+async def test_a_fault_of_the_writer_itself_is_loud_and_opens_nothing_more(path, row, disk):
+    async def connect(path):
+        connection = await disk.connect(path)
+
+        async def executemany(sql, values):
+            raise ZeroDivisionError("a bug")
+
+        connection.executemany = executemany
+        return connection
+
+    ledger = Ledger(path, connect=connect)
+    await ledger.__aenter__()
+    with pytest.raises(LedgerFull, match="closing"):
+        await ledger.open(row("r1"))
+    assert ledger.health().state == "closed"
+    with pytest.raises(ZeroDivisionError):
+        await ledger.close()
 
 
 async def test_wal_does_not_grow_when_idle(path, row, end, monkeypatch):

@@ -1,4 +1,4 @@
-"""The fleet with nodes in memory: dispatch, redispatch, states, books, and traps of other routers."""
+"""The fleet with nodes in memory: dispatch, redispatch, states, books, traps of other routers."""
 
 from __future__ import annotations
 
@@ -104,7 +104,10 @@ def test_one_bad_request_cannot_walk_over_the_whole_fleet() -> None:
     assert end.code == "engine_lost"
 
 
-@pytest.mark.parametrize(("code", "moves"), [("node_draining", True), ("tag_mismatch", False)])
+@pytest.mark.parametrize(
+    ("code", "moves"),
+    [("node_draining", True), ("engine_full", True), ("tag_mismatch", False)],
+)
 def test_only_faults_of_the_place_are_retried(code: str, moves: bool) -> None:
     gateway = fleet()
     nodes = {name: FakeNode(gateway, name).join() for name in ("n1", "n2")}
@@ -467,7 +470,6 @@ def test_a_prompt_just_computed_counts_as_resident_before_its_events() -> None:
 
 def test_a_gap_in_page_events_asks_for_the_whole_truth_once() -> None:
     node = FakeNode(gateway := fleet(), "n1").join()
-    assert wire.Resync(0) in node.received  # at joining
     node.send(wire.PageEvents(0, 7, [wire.CacheCleared()], snapshot=True))
     one, two, three, four = (wire.PageStored(key[:16]) for key in keys(1, 2, 3, 4))
     node.send(wire.PageEvents(0, 8, [one]))

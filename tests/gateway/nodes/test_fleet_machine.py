@@ -1,4 +1,4 @@
-"""Any order of joins, steps, reports, cuts, aborts and late frames leaves the fleet's books right."""
+"""Any order of joins, steps, reports, cuts, aborts and late frames leaves the books right."""
 
 from __future__ import annotations
 
