@@ -313,7 +313,7 @@ async def _stream(
             services.metrics.count("kagari_errors", code=failure.code)
             exchange.notes["error"] = failure.code
             async with _not_stalled(services, exchange):
-                await _break_off(exchange, data + error_event(failure.body(exchange.request_id)))
+                await exchange.end(data + error_event(failure.body(exchange.request_id)))
             return
         if data:
             async with _not_stalled(services, exchange):
@@ -356,15 +356,3 @@ async def _not_stalled(services: Services, exchange: Exchange) -> AsyncIterator[
     except TimeoutError:
         exchange.client_left = True
         raise ClientLeft from None
-
-
-async def _break_off(exchange: Exchange, event: bytes) -> None:
-    """The terminal error event; HTTP/1.1 then lacks its last chunk, so nobody sees a whole answer.
-
-    On HTTP/2 the stream is ended, because the server has no way to reset it.
-    """
-    if exchange.scope["http_version"].startswith("1"):
-        await exchange.write(event)
-        exchange.ending = True
-    else:
-        await exchange.end(event)

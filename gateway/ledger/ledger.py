@@ -99,7 +99,7 @@ class Ledger:
     async def open(self, row: OpenRow) -> None:
         """Returns when the row is committed. Raises LedgerFull (nothing is billed), ValueError."""
         check_row(row)
-        if row.request_id in self._row_by_id:
+        if row.request_id in self._row_by_id or row.request_id in self._ended:
             raise ValueError(f"request_id: {row.request_id} is open already; ids are ours and new")
         self._refuse_if_full()
         committed = asyncio.get_running_loop().create_future()
@@ -185,13 +185,15 @@ class Ledger:
 
     async def close(self) -> None:
         """Drain, orphan what no request settled, close; raises LedgerError if the disk refuses."""
-        if self._closed:
+        if self._closing:
             return
         self._closing = True
         self._wake.set()
         await asyncio.wait({self._writer}, timeout=DRAIN_DEADLINE_S + 1.0)
         self._writer.cancel()
         await asyncio.wait({self._writer}, timeout=DRAIN_DEADLINE_S)
+        if self._writer.done() and not self._writer.cancelled():
+            self._writer.result()  # a fault of the writer's own is not swallowed
         if self._ended:
             raise LedgerError(
                 f"{len(self._ended)} settlements are not on disk ({self._trouble}); "

@@ -114,6 +114,8 @@ async def test_an_id_used_again_neither_replaces_nor_doubles_its_row(path, row, 
         with pytest.raises(ValueError, match="open already"):
             await ledger.open(row("r1", prompt=5))
         ledger.settle(end("r1"))
+        with pytest.raises(ValueError, match="open already"):
+            await ledger.open(row("r1", prompt=5))
         await until(lambda: ledger.health().unsettled == 0)
         await ledger.open(row("r1", prompt=5))
         ledger.settle(end("r1", cached=0))
@@ -303,6 +305,25 @@ async def test_an_unclosed_connection_does_not_hang_exit(path):
     async with Ledger(path):
         assert len(ours()) == 1
     await until(lambda: not ours())
+
+
+async def test_a_fault_of_the_writer_itself_is_loud_and_opens_nothing_more(path, row, disk):
+    async def connect(path):
+        connection = await disk.connect(path)
+
+        async def executemany(sql, values):
+            raise ZeroDivisionError("a bug")
+
+        connection.executemany = executemany
+        return connection
+
+    ledger = Ledger(path, connect=connect)
+    await ledger.__aenter__()
+    with pytest.raises(LedgerFull, match="closing"):
+        await ledger.open(row("r1"))
+    assert ledger.health().state == "closed"
+    with pytest.raises(ZeroDivisionError):
+        await ledger.close()
 
 
 async def test_wal_does_not_grow_when_idle(path, row, end, monkeypatch):
