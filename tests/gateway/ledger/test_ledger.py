@@ -225,7 +225,8 @@ async def test_a_full_queue_refuses_instead_of_growing(path, row, end):
         await ledger.open(row("r11"))
 
 
-async def test_a_cancelled_open_still_settles(path, row, end):
+async def test_a_cancelled_open_still_settles(path, row, end, monkeypatch):
+    monkeypatch.setattr(ledger_module, "OPEN_EVERY_S", 0.1)
     async with Ledger(path) as ledger:
         await ledger.open(row("r1"))  # so that the next batch has to wait, and a settlement not
         opening = asyncio.create_task(ledger.open(row("r2")))
