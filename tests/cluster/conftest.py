@@ -44,7 +44,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Replies for scripted engines, chosen by a word in the prompt."""
     counting = " ".join(str(number) for number in range(60))
     replies = [
-        {"if": "slowly", "say": counting, "delay_ms": 50},
+        {"if": "slowly", "say": counting, "delay_ms": 30},
         {"if": "later", "say": "At last.", "delay_ms": 1500},
         {"if": "fatal", "say": counting, "delay_ms": 20, "die_after": 12},
         {"if": "capital of France", "say": "The capital of France is Paris."},

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from gateway.cli.children import python_module
 from gateway.cli.client import HttpError, Server, call, sse_data
 from gateway.demo.stack import Stack
 
@@ -306,16 +307,35 @@ def test_a_killed_serve_takes_all_with_it_and_the_next_boot_settles(
 
 
 def test_the_printed_curl_works(script: Path, tmp_path: Path) -> None:
-    """The lines after `ready` on stdout, pasted into a shell."""
-    with Stack(tmp_path / "home", "--port", "0", "--script", str(script)) as stack:
-        from gateway.cli.serve import essentials
-        from gateway.cli.serve_plan import Launch, ServePlan
-
-        nothing = Launch("", "", ())
-        plan = ServePlan(nothing, (), stack.api.url, "")
-        text = essentials(plan, secret=stack.api.secret, model=stack.model, home=stack.home)
-        curl = text[text.index("curl ") :]
+    """Everything from `curl` on, as it stands on stdout, pasted into a shell."""
+    process = subprocess.Popen(
+        python_module(
+            "gateway.cli.main",
+            "serve",
+            *("--home", str(tmp_path / "home"), "--port", "0", "--script", str(script)),
+        ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    assert process.stdout is not None
+    try:
+        said = ""
+        while "\n  -d " not in said:
+            line = process.stdout.readline()
+            assert line, said
+            said += line
         done = subprocess.run(
-            ["sh", "-c", curl], capture_output=True, text=True, timeout=30, check=False
+            ["sh", "-c", said[said.index("curl ") :]],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
         )
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    assert said.lstrip().startswith("ready http://127.0.0.1:")
     assert "Paris" in json.loads(done.stdout)["choices"][0]["message"]["content"], done.stderr
+    assert process.returncode == 0
