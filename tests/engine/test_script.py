@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from itertools import pairwise
 
 import pytest
 
@@ -94,7 +95,6 @@ def test_the_first_match_answers_and_the_stop_token_ends_it() -> None:
     bench.submit(2, "What is the capital of Italy?")
     bench.submit(3, "What?")
     bench.drain()
-    assert bench.said(1) == "Rome, é 篝!<|im_end|>" or bench.said(1) == "Paris.<|im_end|>"
     assert bench.said(1) == "Paris.<|im_end|>"
     assert bench.said(2) == "Rome, é 篝!<|im_end|>"
     assert bench.said(3) == "…<|im_end|>"
@@ -132,13 +132,15 @@ def test_each_token_waits_its_delay_and_no_nap_is_longer_than_five_ms() -> None:
     bench.drain()
     times = bench.times[1]
     assert 0.0195 <= times[0] - 50.0 <= 0.026
-    gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(times)]
     assert all(abs(gap - 0.020) < 0.002 for gap in gaps)
     assert max(bench.clock.naps) <= 0.005
 
 
 def test_a_prompt_behind_a_slow_reply_starts_at_once() -> None:
-    bench = Bench([ScriptRule("slow", "abcd", delay_ms=60_000), ScriptRule("", "quick")])
+    bench = Bench(
+        [ScriptRule("slow", "abcd", delay_ms=60_000), ScriptRule("", "quick")], num_pages=128
+    )
     bench.submit(1, "slow " + "x" * 500)
     for _ in range(3):
         bench.step()
