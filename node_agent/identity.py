@@ -22,8 +22,9 @@ def node_id_of(home: Path, chosen: str | None, draw: Callable[[], str]) -> str:
     if chosen is not None:
         return chosen
     file = home / "node-id"
-    if file.exists():
-        return file.read_text(encoding="utf-8").strip()
+    persisted = file.read_text(encoding="utf-8").strip() if file.exists() else ""
+    if persisted:
+        return persisted
     node_id = draw()
     write_atomically(file, node_id.encode() + b"\n")
     return node_id

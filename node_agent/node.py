@@ -269,6 +269,8 @@ class Node:
             code, text = refusal
             rare: list[Rare] = [Failed(lane, code, text) for lane in submit.lanes]
             self._send_rare(link, submit.engine, rare)
+            if known is None:
+                self.streams.remember(link.index, submit.request_id, submit.attempt)
             return
         self.streams.add(link.index, link.channel, submit)
         engine = self.engines[submit.engine]

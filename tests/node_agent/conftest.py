@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import pytest
+import structlog
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
@@ -26,6 +28,7 @@ from policies.contract.bundle import Bundle, encode_bundle
 
 TOKEN = "join-token-of-the-tests"
 DEADLINE_S = 10.0
+QUICK_LINK = LinkTiming(backoff_s=0.05, backoff_cap_s=0.2)
 M = TypeVar("M")
 
 
@@ -46,7 +49,10 @@ class FakeGateway:
         self.messages: list[Any] = []  # of the newest link
         self.welcome: Any = wire.Welcome(wire.WIRE_VERSION, "g1")
         self.credentials: list[str | None] = []
-        self.is_refusing = False
+        self.welcome_at_once = asyncio.Event()
+        self.welcome_at_once.set()
+        self.is_reading = True
+        self.close_code: int | None = None
         self._socket: ServerConnection | None = None
 
     @property
@@ -69,12 +75,17 @@ class FakeGateway:
         try:
             hello = wire.decode_from_node(await socket.recv(decode=False))
             messages.append(hello)
+            await self.welcome_at_once.wait()
             await socket.send(wire.encode(self.welcome))
             self._socket = socket
+            if not self.is_reading:
+                socket.transport.pause_reading()
             async for data in socket:
                 messages.append(wire.decode_from_node(data))  # noqa: PERF401  seen as they come
         except ConnectionClosed:
             return  # how a link ends is the node's matter
+        finally:
+            self.close_code = socket.close_code
 
     async def send(self, *messages: Any) -> None:
         assert self._socket is not None
@@ -216,6 +227,7 @@ class RunningNode:
         config: NodeConfig,
         *,
         engine_timing: EngineTiming,
+        link_timing: LinkTiming,
         command: Callable[[tuple[str, ...]], tuple[str, ...]],
     ) -> None:
         assert config.bundle is not None
@@ -229,7 +241,7 @@ class RunningNode:
             emit=self.lines.append,
             begun=time.monotonic(),
             engine_timing=engine_timing,
-            link_timing=LinkTiming(backoff_s=0.05, backoff_cap_s=0.2),
+            link_timing=link_timing,
             make_engine_command=command,
         )
         self.stop = StopSignals()
@@ -252,6 +264,15 @@ class RunningNode:
         pid = self.engines[engine].pid
         assert pid is not None
         return pid
+
+
+@pytest.fixture(autouse=True)
+def quiet_logs() -> Iterator[None]:
+    """Errors only; what other tests have configured comes back."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    yield
+    structlog.configure(**before)
 
 
 StartNode = Callable[..., RunningNode]
@@ -280,6 +301,7 @@ def start_node(tmp_path: Path, bundle_file: Path, script_file: Path) -> StartNod
         bundle: Path | None = None,
         command: Callable[[tuple[str, ...]], tuple[str, ...]] = engine_command,
         drain_s: float = 5.0,
+        link_timing: LinkTiming = QUICK_LINK,
     ) -> RunningNode:
         config = NodeConfig(
             gateway_urls=tuple(gateway.url for gateway in gateways),
@@ -292,6 +314,11 @@ def start_node(tmp_path: Path, bundle_file: Path, script_file: Path) -> StartNod
             drain_s=drain_s,
         )
         default = EngineTiming(up_s=30, backoff_s=0.05, backoff_cap_s=0.2, watch_s=0.05)
-        return RunningNode(config, engine_timing=timing or default, command=command)
+        return RunningNode(
+            config,
+            engine_timing=timing or default,
+            link_timing=link_timing,
+            command=command,
+        )
 
     return start
