@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import random
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -32,6 +32,7 @@ from policies.contract.bundle import bundle_digest, decode_bundle, tokenizer_dig
 
 REPORT_S = 1.0
 PARENT_S = 0.5
+PROGRESS_S = 2.0
 FLUSH_S = 1.0  # after the last stream: for its frames and their acknowledgement
 POLL_S = 0.05
 
@@ -189,12 +190,13 @@ def prepare_models(
     progress = _ProgressLines(emit, stop)
     prepared = []
     for name in config.models or (catalogue.default,):
+        if stop is not None and stop.is_set():
+            raise Stopped
         checkpoint = resolve(name, catalogue, folder)
         with stage(emit, "checkpoint", checkpoint.path.name):
             ensure(checkpoint, progress=progress)
         with stage(emit, "bundle", checkpoint.name):
             prepared.append(prepare(checkpoint, bundle_caches=bundle_caches(folder, config.home)))
-        progress("", 0, 1)
     return prepared
 
 
@@ -226,20 +228,30 @@ def scripted_model(name: str, bundle_file: Path) -> PreparedModel:
 
 
 class _ProgressLines:
-    """Bytes of a pull on stdout, at most two lines a second; raises Stopped out of it."""
+    """Bytes of a pull on stdout, a line each PROGRESS_S; raises Stopped out of it."""
 
     def __init__(self, emit: Emit, stop: threading.Event | None) -> None:
         self._emit = emit
         self._stop = stop
         self._said_at = 0.0
+        self._name = ""
 
     def __call__(self, name: str, done: int, total: int) -> None:
         if self._stop is not None and self._stop.is_set():
             raise Stopped
         now = time.monotonic()
-        if name and (done >= total or now - self._said_at >= 0.5):
-            self._said_at = now
-            self._emit({"event": "progress", "name": name, "bytes": done, "total_bytes": total})
+        if name == self._name and done < total and now - self._said_at < PROGRESS_S:
+            return
+        self._name, self._said_at = name, now
+        self._emit(
+            {
+                "event": "progress",
+                "stage": name,
+                "bytes": done,
+                "total_bytes": total,
+                "detail": f"{done >> 20} of {total >> 20} MiB",
+            }
+        )
 
 
 async def run_until_stopped(
@@ -326,8 +338,8 @@ def _main(config: NodeConfig, emit: Emit) -> Coroutine[Any, Any, int]:
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where it is installed: it is not for Windows."""
-    if sys.platform == "win32":
+    """uvloop where it is installed."""
+    if importlib.util.find_spec("uvloop") is None:
         return None
     import uvloop
 

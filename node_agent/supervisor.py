@@ -32,6 +32,7 @@ from policies.contract.wire import (
 PR_SET_PDEATHSIG = 1
 MAX_LOG_LINE_BYTES = 1 << 16
 LAST_WORDS = 12  # log lines kept for the error message
+STALL_S = 0.5  # a look that comes later than this does not count as an engine's silence
 # An engine says with these codes that its flags or its checkpoint cannot work (engine/__main__.py).
 HOPELESS = ("exit code 2", "exit code 4")
 
@@ -184,6 +185,7 @@ class EngineSupervisor:
     async def _watch(self, process: asyncio.subprocess.Process, engine_socket: EngineSocket) -> str:
         """Waits for the end of the process or of our patience."""
         timing, begun = self._timing, self._clock()
+        looked_at = begun
         ended: asyncio.Future[object] = asyncio.ensure_future(process.wait())
         closed: asyncio.Future[object] = asyncio.ensure_future(_result(engine_socket.closed))
         try:
@@ -197,6 +199,10 @@ class EngineSupervisor:
                     return engine_socket.closed.result()
                 if ended.done():
                     return "socket closed: the process ended"
+                stalled_s = self._clock() - looked_at - timing.watch_s
+                looked_at = self._clock()
+                if stalled_s > STALL_S:  # we were stopped, not the engine: its news wait unread
+                    self._heard_at += stalled_s
                 if self.info is None:
                     if self._clock() - begun > timing.up_s:
                         return f"not up within {timing.up_s:.0f} s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -372,6 +373,25 @@ async def test_a_stopped_engine_that_goes_on_is_ready_again(start_node: StartNod
         finally:
             os.kill(node.pid(), signal.SIGCONT)
         await until(lambda: not node.engines[0].is_silent, "news again")
+        await gateway.send(submit("r"))
+        assert isinstance(await gateway.end(0), wire.Finished)
+
+
+async def test_an_agent_that_was_stopped_itself_does_not_kill_its_engine(
+    start_node: StartNode,
+) -> None:
+    timing = EngineTiming(up_s=30, silent_s=5, kill_s=20, watch_s=0.05)
+    async with (
+        FakeGateway().listening() as gateway,
+        start_node(gateway, timing=timing).running() as node,
+    ):
+        await gateway.engines()
+        pid = node.pid()
+        jumped = time.monotonic() + 100  # what the clock says when SIGSTOP is over
+        node.engines[0]._clock = lambda: jumped
+        await asyncio.sleep(0.3)
+        assert node.pid() == pid
+        assert not node.engines[0].is_silent
         await gateway.send(submit("r"))
         assert isinstance(await gateway.end(0), wire.Finished)
 
