@@ -386,6 +386,7 @@ async def test_an_agent_that_was_stopped_itself_does_not_kill_its_engine(
         start_node(gateway, timing=timing).running() as node,
     ):
         await gateway.engines()
+        await until(lambda: node.node._reports, "news; the next come a second later")
         pid = node.pid()
         jumped = time.monotonic() + 100  # what the clock says when SIGSTOP is over
         node.engines[0]._clock = lambda: jumped
