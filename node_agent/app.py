@@ -9,9 +9,8 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import structlog
@@ -26,7 +25,7 @@ from node_agent.identity import Identity, begin_epoch, node_id_of
 from node_agent.link import GatewayLink, LinkTiming
 from node_agent.models_command import bundle_caches
 from node_agent.node import Node
-from node_agent.stages import Emit, StageLines, stage, stage_line
+from node_agent.stages import Emit, EngineStages, StageLines, stage
 from node_agent.supervisor import EngineSupervisor, EngineTiming, engine_command
 from policies.contract.bundle import bundle_digest, decode_bundle, tokenizer_digest
 
@@ -124,15 +123,15 @@ def compose(
             }
         )
 
+    stages = EngineStages(emit, [model.spec.name for model in models], time.monotonic)
     node = Node(
         identity,
         config.role,
         bundles={model.spec.bundle_digest: model.bundle for model in models},
         clock=time.monotonic,
         on_ready=on_ready,
-        on_engine_up=lambda up: emit(
-            stage_line("engine", up.load_s, f"{up.info.model}, {up.info.num_pages} pages")
-        ),
+        on_engine_up=stages.on_up,
+        on_engine_loading=stages.on_loading,
     )
     threads = config.threads or threads_each(len(models))
     engines = [
@@ -326,15 +325,11 @@ def run_node(config: NodeConfig) -> int:
     emit = StageLines()
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_main(config, emit))
+            return runner.run(serve(config, emit=emit))
     except NodeError as error:
         emit({"event": "error", "error": error.as_dict()})
         structlog.get_logger().error("cannot_run", **error.as_dict())
         return 1
-
-
-def _main(config: NodeConfig, emit: Emit) -> Coroutine[Any, Any, int]:
-    return serve(config, emit=emit)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

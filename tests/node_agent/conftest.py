@@ -219,6 +219,12 @@ def submit(
     )
 
 
+def info(index: int) -> wire.EngineInfo:
+    return wire.EngineInfo(
+        index, f"m{index}", "i", 100, 16, 8, "b", "t", "l", "w", "bf16", "bf16", "exact", 64
+    )
+
+
 class RunningNode:
     """A node in this loop; its engines are real processes."""
 
@@ -236,7 +242,7 @@ class RunningNode:
         names = config.models or ("scripted",)
         self.node, self.engines, self.links = compose(
             config,
-            Identity("n1", 7, config.home),
+            Identity("n1", 7),
             [scripted_model(name, config.bundle) for name in names],
             emit=self.lines.append,
             begun=time.monotonic(),

@@ -15,7 +15,9 @@ from node_agent import checkpoints
 from node_agent.app import Stopped, prepare_models, threads_each
 from node_agent.config import NodeConfig
 from node_agent.pull import Fetch
-from node_agent.stages import StageLines, stage
+from node_agent.stages import EngineStages, StageLines, stage
+from policies.contract.wire import EngineUp
+from tests.node_agent.conftest import info
 
 
 def config(home: Path, **more: object) -> NodeConfig:
@@ -62,6 +64,31 @@ def test_a_closed_stdout_does_not_end_the_node(monkeypatch: pytest.MonkeyPatch) 
     emit({"event": "stage"})
     emit({"event": "stage"})
     assert len(written) == 1  # not tried again
+
+
+def test_stages_of_a_loading_engine_have_their_seconds() -> None:
+    lines: list[dict[str, object]] = []
+    clock = [0.0]
+    stages = EngineStages(lines.append, ["m0", "m1"], lambda: clock[0])
+    for clock[0], index, name, share in [
+        (0.0, 0, "weights", 0.0),
+        (1.0, 1, "open", 1.0),
+        (2.0, 0, "weights", 0.5),
+        (3.0, 0, "weights", 1.0),
+        (4.0, 0, "warming", 0.0),
+        (5.0, 1, "a", 0.2),
+        (6.0, 1, "b", 0.0),
+    ]:
+        stages.on_loading(index, name, share)
+    clock[0] = 7.0
+    stages.on_up(EngineUp(info(0), 7.5))
+    assert [(line["stage"], line["seconds"], line["detail"]) for line in lines] == [
+        ("open", 0.0, "m1"),
+        ("weights", 3.0, "m0"),
+        ("a", 1.0, "m1"),
+        ("warming", 3.0, "m0"),
+        ("engine", 7.5, "m0, 8 pages"),
+    ]
 
 
 def test_a_stage_that_fails_writes_no_line() -> None:

@@ -7,7 +7,6 @@ outboxes, its lanes and its backlogs are the real ones.
 from __future__ import annotations
 
 from collections import Counter, deque
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -20,16 +19,10 @@ from node_agent.node import Node
 from node_agent.outbox import EngineOutbox
 from node_agent.reports import PageStream, UsageBacklog
 from policies.contract import wire
-from tests.node_agent.conftest import submit
+from tests.node_agent.conftest import info, submit
 
 ENGINES = (0, 1)
 GATEWAYS = (0, 1)
-
-
-def info(index: int) -> wire.EngineInfo:
-    return wire.EngineInfo(
-        index, f"m{index}", "i", 100, 16, 8, "b", "t", "l", "w", "bf16", "bf16", "exact", 64
-    )
 
 
 class FakeEngine:
@@ -128,7 +121,7 @@ class FakeLink:
 class NodeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.node = Node(Identity("n", 1, Path()), "mixed", bundles={}, clock=lambda: 0.0)
+        self.node = Node(Identity("n", 1), "mixed", bundles={}, clock=lambda: 0.0)
         self.engines = [FakeEngine(index, self.node) for index in ENGINES]
         self.links = [FakeLink(index) for index in GATEWAYS]
         self.node.engines = self.engines  # type: ignore[assignment]
