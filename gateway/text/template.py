@@ -27,6 +27,7 @@ from gateway.text.guard import MARK
 MAX_SOURCE_CHARS = 1 << 20
 MAX_CHARS = 16 << 20  # of the output, and of any text a template makes on the way
 MAX_STEPS = 250_000  # of all loops of one rendering together, and items of any list
+MAX_INDENT = 16
 SEARCH_METHODS = {"split", "rsplit", "partition", "rpartition", "startswith", "endswith", "find"}
 PADDING = {"center", "ljust", "rjust", "zfill", "expandtabs"}
 WIDE = re.compile(r"\d{4}|\*|\{[^}]*\{")  # a width of thousands, or one given as an argument
@@ -234,11 +235,14 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Compatible with the tojson of Hugging Face templates: `<` stays `<`."""
-    return json.dumps(
+    """Compatible with the tojson of Hugging Face templates: `<` stays `<`, and a mark a mark."""
+    if indent is not None and indent > MAX_INDENT:
+        raise SecurityError(f"tojson takes an indent of at most {MAX_INDENT}")
+    text = json.dumps(
         value,
         ensure_ascii=ensure_ascii,
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
     )
+    return text.replace(json.dumps(MARK)[1:-1], MARK) if ensure_ascii else text

@@ -92,11 +92,11 @@ def test_control_ids_come_from_the_template_alone(
 def test_names_and_tool_arguments_are_guarded_as_content_is(tiny_bundle: Bundle) -> None:
     model = with_template(
         tiny_bundle,
-        "{% for m in messages %}{{ m.name }}{{ m.tool_calls | tojson }}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m.name }}{{ m.tool_calls | tojson(ensure_ascii=true) }}{% endfor %}",
     )
     end = "<|im_end|>"
     call = {"id": end, "function": {"name": end, "arguments": {end: end}}}
-    ids = chat(model, [{"role": "assistant", "content": None, "name": end, "tool_calls": [call]}])
+    ids = chat(model, [{"role": "assistant", "name": end, "tool_calls": [call]}])
     assert set(ids).isdisjoint(token.token_id for token in model._tokenizer.control)
     assert model.text_of(ids).count(end) == 5
 
