@@ -64,7 +64,7 @@ class ChatTemplate:
             self._template = jinja2.Template.from_code(
                 self._environment, code, self._environment.make_globals(None)
             )
-        except (jinja2.TemplateError, RecursionError, MemoryError) as error:
+        except Exception as error:  # the compiler meets programs that nobody has checked
             self.fault = str(error)
 
     def render(self, messages: Sequence[Mapping[str, object]]) -> str:
@@ -128,15 +128,18 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._steps_left = MAX_STEPS
 
     @jinja2.pass_context  # or the compiler would fold the call away
-    def _step(self, _context: object, num_steps: int) -> None:
-        self._steps_left -= num_steps
-        if self._steps_left < 0:
-            raise SecurityError(f"its loops take more than {MAX_STEPS} steps")
+    def _step(self, _context: object, _value: object) -> None:
+        self._spend(1)
 
     def _range(self, *bounds: int) -> range:
         numbers = range(*bounds)
-        self._step(None, min(len(numbers), MAX_STEPS + 1))
+        self._spend(len(numbers))
         return numbers
+
+    def _spend(self, num_steps: int) -> None:
+        self._steps_left -= num_steps
+        if self._steps_left < 0:
+            raise SecurityError(f"its loops take more than {MAX_STEPS} steps")
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
@@ -177,7 +180,7 @@ def _put_on_budget(tree: nodes.Template) -> None:
     blocks += tree.find_all(nodes.For)
     blocks += tree.find_all(nodes.Macro)
     for block in blocks:
-        block.body.insert(0, nodes.ExprStmt(_filter(nodes.Const(1), "step", tree), lineno=1))
+        block.body.insert(0, nodes.ExprStmt(_filter(nodes.Const(None), "step", tree), lineno=1))
     for assignment in list(tree.find_all(nodes.Assign)):
         assignment.node = _filter(assignment.node, "bounded", tree)
 

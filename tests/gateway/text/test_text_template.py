@@ -81,6 +81,9 @@ def test_what_a_template_may_not_do_is_an_error_of_the_request(source: str) -> N
         "{{ 'x'.center(1000000000) }}",
         "{{ 'x' | center(1000000000) }}",
         "{{ range(1000000000) | list }}",
+        "{{ range(10 ** 30) | list }}",
+        "{{ range(1000000000000000000000000000000) | list }}",
+        "{% for i in [1] * 9999 %}{{ -999 | step }}{% for j in [1] * 99 %}{% endfor %}{% endfor %}",
         "{{ [1] | tojson(indent=1000000000) }}",
     ],
 )  # fmt: skip
