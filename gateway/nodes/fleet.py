@@ -515,6 +515,7 @@ class Fleet:
             self.detach(session, f"no report for {silent_s:.1f} s")
         elif silent_s >= SUSPECT_AFTER_S and not node.suspect:
             node.suspect = True
+            self._served_by_name.clear()
             log.warning("node_suspect", node=node.node_id)
 
     # --- operators --------------------------------------------------------------------------------
