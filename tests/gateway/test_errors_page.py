@@ -24,7 +24,8 @@ def test_row_of_the_page_equals_the_table(code) -> None:
     row = f"| [`{code}`](#{code}) | {kind.status} | {kind.number} | {kind.type} | {retry} |"
     assert row in PAGE
     section = PAGE.split(f"\n## {code}\n")[1].split("\n## ")[0]
-    assert kind.summary in section and "*Remedy:*" in section
+    assert kind.summary in section
+    assert "*Remedy:*" in section
 
 
 def test_workers_ai_numbers_go_with_their_meaning() -> None:
@@ -51,7 +52,8 @@ def test_message_is_one_sentence_of_the_four_parts() -> None:
     )
     body = msgspec.json.decode(error.body("r1"))["error"]
     assert all(part in body["message"] for part in ("top_p", "7", "0 to 1", "lower it"))
-    assert body["message"].endswith(".") and "\n" not in body["message"]
+    assert body["message"].endswith(".")
+    assert "\n" not in body["message"]
     assert (body["param"], body["found"], body["allowed"]) == ("top_p", "7", "0 to 1")
 
 
@@ -62,7 +64,9 @@ def test_unknown_fault_has_a_name_of_ours() -> None:
 
 def test_quoted_input_is_short_and_printable() -> None:
     shown = quote("a\x00b\n" + "c" * 500)
-    assert len(shown) < 90 and "\x00" not in shown and "\n" not in shown
+    assert len(shown) < 90
+    assert "\x00" not in shown
+    assert "\n" not in shown
 
 
 def test_near_names_are_bounded() -> None:

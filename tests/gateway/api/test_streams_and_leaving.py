@@ -82,9 +82,7 @@ def test_heartbeats_come_between_tokens_too(gateway) -> None:
 )
 def test_failure_before_the_first_byte_is_a_status(gateway, stream, code, status, told) -> None:
     with gateway.client() as client:
-        reply = client.post(
-            "/v1/chat/completions", content=body_of({"fail": code}, stream=stream)
-        )
+        reply = client.post("/v1/chat/completions", content=body_of({"fail": code}, stream=stream))
     assert reply.status_code == status
     assert reply.json()["error"]["code"] == told
     assert reply.headers["x-should-retry"] == "true"
@@ -99,7 +97,8 @@ def test_failure_after_the_first_byte_is_a_terminal_event_without_done(gateway) 
         data = read_until(sock, b"\r\n0\r\n\r\n")
     assert data.startswith(b"HTTP/1.1 200 ")
     assert b'"content":"c"' in data or b"abc" in data
-    assert b"[DONE]" not in data and b'"finish_reason":"' not in data
+    assert b"[DONE]" not in data
+    assert b'"finish_reason":"' not in data
     event = data[data.rindex(b"data: {") + 6 :].split(b"\n\n")[0]
     assert json.loads(event)["error"]["code"] == "page_corrupt"
     status, produced, charge, attempts = ledger_rows(gateway)[0]
@@ -132,7 +131,8 @@ def test_link_cut_after_the_first_token_is_node_lost(gateway) -> None:
         script = {"say": "abcdef", "cut_after": 2, "delay_s": 0.02}
         reply = client.post("/v1/chat/completions", content=body_of(script, stream=True))
         assert reply.status_code == 200  # the first token was on its way
-        assert '"code":"node_lost"' in reply.text and "[DONE]" not in reply.text
+        assert '"code":"node_lost"' in reply.text
+        assert "[DONE]" not in reply.text
         deadline = time.monotonic() + 5
         while client.get("/readyz").status_code != 200 and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -234,4 +234,5 @@ def test_silent_engine_ends_at_the_deadline(tmp_path, start, monkeypatch) -> Non
         running.wait_idle()
     assert whole.status_code == 408
     assert whole.json()["error"]["code"] == "deadline_exceeded"
-    assert '"code":"deadline_exceeded"' in streamed.text and "[DONE]" not in streamed.text
+    assert '"code":"deadline_exceeded"' in streamed.text
+    assert "[DONE]" not in streamed.text
