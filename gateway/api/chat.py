@@ -13,8 +13,6 @@ import asyncio
 import secrets
 import time
 from array import array
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import assert_never
 
 from gateway.api.body import ClientLeft
@@ -51,6 +49,9 @@ async def chat(services: Services, exchange: Exchange) -> None:
                 await _stream(services, exchange, request, run)
             else:
                 await _whole(services, exchange, request, run)
+        except TimeoutError:  # a send that stalled: who takes nothing for so long is gone
+            exchange.client_left = True
+            raise ClientLeft from None
         finally:
             run.close(client_left=exchange.client_left)
     finally:
@@ -173,9 +174,18 @@ async def _begin(
 
 async def _prompt(services: Services, served: ServedModel, request: ChatRequest) -> array[int]:
     """Token ids (array of typecode 'I') of the rendered conversation."""
+    deadline_s = services.config.limits.request_deadline_s
     try:
-        async with asyncio.timeout(services.config.limits.request_deadline_s):
+        async with asyncio.timeout(deadline_s):
             return await served.text.chat_prompt(request.messages)
+    except TimeoutError:
+        raise GatewayError(
+            "deadline_exceeded",
+            field="messages",
+            found=f"text that took over {deadline_s:g} s to tokenise",
+            allowed=f"{deadline_s:g} s",
+            remedy="send the request again",
+        ) from None
     except TextError as error:
         if error.code == "context_length_exceeded":
             raise _too_long(served, error.found) from None
@@ -251,6 +261,7 @@ def _shed(shed: Shed) -> GatewayError:
 async def _whole(
     services: Services, exchange: Exchange, request: ChatRequest, run: CompletionRun
 ) -> None:
+    stall_s = services.config.stream.send_stall_s
     texts: list[str] = []
     while run.reason is None:
         burst = await run.next()
@@ -269,7 +280,7 @@ async def _whole(
     )
     run.close(client_left=False)
     headers = [*run.headers(), ("x-kagari-cost-nano-usd", str(run.cost_nano_usd()))]
-    async with _not_stalled(services, exchange):
+    async with asyncio.timeout(stall_s):
         await exchange.reply(200, data, headers=headers)
 
 
@@ -277,6 +288,7 @@ async def _stream(
     services: Services, exchange: Exchange, request: ChatRequest, run: CompletionRun
 ) -> None:
     config = services.config.stream
+    stall_s = config.send_stall_s
     chunks = ChatChunks(
         completion_id=f"chatcmpl-{exchange.request_id}",
         created=run.created,
@@ -291,7 +303,7 @@ async def _stream(
         text, failure = _take(run, burst)
         if failure is not None:
             raise failure  # nothing was sent yet: it becomes a status
-    async with _not_stalled(services, exchange):
+    async with asyncio.timeout(stall_s):
         await exchange.start(200, [*STREAM_HEADERS, *run.headers()])
     role = chunks.role()  # sent once, in front of the first text
     while True:
@@ -305,18 +317,18 @@ async def _stream(
             if request.include_usage:
                 data += chunks.usage(run.usage())
             run.close(client_left=False)
-            async with _not_stalled(services, exchange):
+            async with asyncio.timeout(stall_s):
                 await exchange.end(data + DONE)
             return
         if failure is not None:
             run.close(client_left=False)
             services.metrics.count("kagari_errors", code=failure.code)
             exchange.notes["error"] = failure.code
-            async with _not_stalled(services, exchange):
+            async with asyncio.timeout(stall_s):
                 await exchange.end(data + error_event(failure.body(exchange.request_id)))
             return
         if data:
-            async with _not_stalled(services, exchange):
+            async with asyncio.timeout(stall_s):
                 await exchange.write(data)
         text, failure = None, None
         try:
@@ -345,14 +357,3 @@ def _take(run: CompletionRun, burst: Burst) -> tuple[str, GatewayError | None]:
             return text, fault(end.code)
         case never:
             assert_never(never)
-
-
-@asynccontextmanager
-async def _not_stalled(services: Services, exchange: Exchange) -> AsyncIterator[None]:
-    """A reader that takes nothing for long is treated as one that left."""
-    try:
-        async with asyncio.timeout(services.config.stream.send_stall_s):
-            yield
-    except TimeoutError:
-        exchange.client_left = True
-        raise ClientLeft from None
