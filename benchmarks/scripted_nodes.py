@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
 
 from policies.contract import wire
 from policies.contract.bundle import bundle_digest, decode_bundle, tokenizer_digest
@@ -72,6 +73,12 @@ class ScriptedNode:
         )
 
     async def run(self, url: str, token: str) -> None:
+        try:
+            await self._serve(url, token)
+        except* ConnectionClosed:
+            self.left_by_lane.clear()  # the gateway ended the link; what matters is in the log
+
+    async def _serve(self, url: str, token: str) -> None:
         async with connect(
             url,
             additional_headers={"Authorization": f"Bearer {token}"},

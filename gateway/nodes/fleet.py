@@ -124,6 +124,7 @@ class Fleet:
         self._on_usage_record = on_usage_record
         self._node_by_id: dict[str, Node] = {}
         self._model_names: dict[str, None] = {}  # in the order they first joined
+        self._served_by_name: dict[str, ServedModel | None] = {}  # until something changes
         self._known_requests: OrderedDict[str, None] = OrderedDict()
         parameters = self.config.parameters
         self._homes = Homes(parameters.max_homes, parameters.home_idle_s)
@@ -157,6 +158,14 @@ class Fleet:
         return list(dict.fromkeys([*first, *self._model_names]))
 
     def _served(self, name: str) -> ServedModel | None:
+        """From what was found before, which every tick, join, cut and report forgets."""
+        if name not in self._model_names:
+            return None
+        if name not in self._served_by_name:
+            self._served_by_name[name] = self._find_served(name)
+        return self._served_by_name[name]
+
+    def _find_served(self, name: str) -> ServedModel | None:
         first: Engine | None = None
         nodes = 0
         for node in self._node_by_id.values():
@@ -252,7 +261,7 @@ class Fleet:
         return Candidate(
             node_id=node.node_id,
             engine=engine.info.engine,
-            state=self._state(node),
+            state=node.state(servable=True),
             engine_ready=self._servable(engine),
             tried=tried,
             in_flight=session.in_flight if session is not None else 0,
@@ -329,6 +338,7 @@ class Fleet:
         outbox = Outbox(self.config.outbox_bytes)
         session = Session(node_id=hello.node_id, opened_at=now, outbox=outbox)
         node.join(hello, session, now)
+        self._served_by_name.clear()
         self._welcome(node, session)
         if node.drained_by_operator:
             outbox.send_urgent(wire.encode(wire.Drain(True)))
@@ -364,6 +374,7 @@ class Fleet:
         if node is None or node.session is not session:
             return
         now = self._clock()
+        self._served_by_name.clear()
         node.session = None
         node.detached_at = now
         session.outbox.close(1001, why)
@@ -382,9 +393,14 @@ class Fleet:
         except (msgspec.MsgspecError, TypeError):
             self._skip(session)
             return
+        if isinstance(message, Step):
+            self._on_step(node, session, message)
+        else:
+            self._on_rare(node, session, message)
+
+    def _on_rare(self, node: Node, session: Session, message: wire.NodeToGateway) -> None:
+        self._served_by_name.clear()
         match message:
-            case Step():
-                self._on_step(node, session, message)
             case PageEvents():
                 engine = node.engine_by_index.get(message.engine)
                 if engine is not None:
@@ -402,7 +418,7 @@ class Fleet:
                 self._welcome(node, session)
             case Draining():
                 node.draining_itself = True
-            case Hello():
+            case _:  # a second Hello
                 self._skip(session)
 
     def _skip(self, session: Session) -> None:
@@ -477,6 +493,7 @@ class Fleet:
     def tick(self) -> None:
         """Do what is due: suspect and lose silent nodes, send acknowledgements, drop orphans."""
         now = self._clock()
+        self._served_by_name.clear()  # a bundle may have been loaded
         slept = now - self._ticked_at - TICK_S
         self._ticked_at = now
         for node in list(self._node_by_id.values()):
@@ -509,6 +526,7 @@ class Fleet:
             known = ", ".join(self._node_by_id) or "none"
             raise UnknownNode(f"node_id is {node_id!r}, known are: {known}")
         node.drained_by_operator = drain
+        self._served_by_name.clear()
         if node.session is not None:
             node.session.outbox.send_urgent(wire.encode(wire.Drain(drain)))
 

@@ -188,6 +188,16 @@ async def test_disk_full_refuses_new_rows_and_loses_no_settlement(path, row, end
     assert verify(path).problem_count == 0
 
 
+async def test_a_disk_that_was_full_is_found_well_again_without_a_request(path, row, disk):
+    async with Ledger(path, connect=disk.connect) as ledger:
+        disk.fails_at = "row"
+        with pytest.raises(LedgerFull):
+            await ledger.open(row("r1"))
+        assert (ledger.health().state, ledger.health().open_rows) == ("full", 0)
+        disk.fails_at = None
+        await until(lambda: ledger.health().state == "ok")
+
+
 async def test_a_close_that_cannot_write_says_what_it_leaves(path, row, end, disk, monkeypatch):
     monkeypatch.setattr(ledger_module, "DRAIN_DEADLINE_S", 0.2)
     ledger = Ledger(path, connect=disk.connect)
@@ -215,17 +225,20 @@ async def test_a_full_queue_refuses_instead_of_growing(path, row, end):
         await ledger.open(row("r11"))
 
 
-async def test_a_cancelled_open_still_settles(path, row, end):
+async def test_a_cancelled_open_still_settles(path, row, end, monkeypatch):
+    monkeypatch.setattr(ledger_module, "OPEN_EVERY_S", 0.1)
     async with Ledger(path) as ledger:
-        opening = asyncio.create_task(ledger.open(row("r1")))
+        await ledger.open(row("r1"))  # so that the next batch has to wait, and a settlement not
+        opening = asyncio.create_task(ledger.open(row("r2")))
         await asyncio.sleep(0)
         opening.cancel()
         with pytest.raises(asyncio.CancelledError):
             await opening
-        ledger.settle(end("r1", "client_left", cached=0, completion=0))
+        ledger.settle(end("r2", "client_left", cached=0, completion=0))
         await until(lambda: ledger.health().unsettled == 0)
+        ledger.settle(end("r1"))
         assert ledger.health().open_rows == 0
-    assert [line.status for line in requests(path)] == ["client_left"]
+    assert [line.status for line in requests(path)] == ["ok", "client_left"]
 
 
 async def test_an_open_that_the_disk_stalls_is_refused_and_bills_nothing(
