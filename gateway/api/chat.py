@@ -19,7 +19,7 @@ from gateway.api.body import ClientLeft
 from gateway.api.chat_request import ChatRequest, read_chat_request
 from gateway.api.completion_run import CompletionRun
 from gateway.api.exchange import Exchange
-from gateway.api.models import find_model
+from gateway.api.models import find_model, window_of
 from gateway.api.sse import DONE, HEARTBEAT, STREAM_HEADERS, ChatChunks, completion, error_event
 from gateway.errors import KINDS, GatewayError, fault
 from gateway.ledger.keys import Key
@@ -206,7 +206,7 @@ def _max_tokens(
     asked: int | None,
 ) -> int:
     """The room that is left, or less; a clipped limit is told in x-kagari-changed."""
-    room = served.info.context_tokens - prompt_tokens
+    room = window_of(served.info) - prompt_tokens
     if room < 1:
         raise _too_long(served, f"{prompt_tokens} tokens")
     bound = services.config.limits.max_completion_tokens
@@ -220,7 +220,7 @@ def _max_tokens(
 
 def _too_long(served: ServedModel, found: str) -> GatewayError:
     """The words are those that harnesses recognise, so that they compact and do not retry."""
-    window = served.info.context_tokens
+    window = window_of(served.info)
     return GatewayError(
         "context_length_exceeded",
         field="messages",
@@ -352,7 +352,7 @@ def _take(run: CompletionRun, burst: Burst) -> tuple[str, GatewayError | None]:
         case Finished(reason="abort"):
             return text, fault("aborted")
         case Finished():
-            return text, fault("engine_failed")
+            return text, fault("engine_error")
         case Failed():
             return text, fault(end.code)
         case never:

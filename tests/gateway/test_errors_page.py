@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.errors import KINDS, GatewayError, fault, near, quote
+from gateway.errors import CLIENT_CODE, KINDS, GatewayError, fault, near, quote
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "errors.md").read_text()
 
@@ -59,7 +59,11 @@ def test_message_is_one_sentence_of_the_four_parts() -> None:
 
 def test_unknown_fault_has_a_name_of_ours() -> None:
     assert fault("node_lost").code == "node_lost"
-    assert fault("something_else").code == "engine_failed"
+    assert fault("something_else").code == "engine_error"
+    full = fault("engine_full")
+    assert (full.code, full.kind.number) == ("capacity_exceeded", 3040)
+    assert dict(full.headers())["retry-after-ms"] == "1000"
+    assert set(CLIENT_CODE.values()) <= set(KINDS)
 
 
 def test_quoted_input_is_short_and_printable() -> None:

@@ -51,7 +51,13 @@ def gateway_process(home: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[
 
 def test_stage_lines_then_ready_with_real_ports_then_a_clean_end(tmp_path) -> None:
     with gateway_process(tmp_path) as (process, ready):
-        assert [s["stage"] for s in ready["stages"]] == ["home", "keys", "ledger", "fleet", "listen"]
+        assert [s["stage"] for s in ready["stages"]] == [
+            "home",
+            "keys",
+            "ledger",
+            "fleet",
+            "listen",
+        ]
         assert all(s["seconds"] >= 0 for s in ready["stages"])
         headers = {"authorization": f"Bearer {KEY}"}
         assert httpx.get(ready["url"] + "/v1/models", headers=headers, trust_env=False).json() == {

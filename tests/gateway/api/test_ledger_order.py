@@ -123,8 +123,8 @@ def test_leaving_while_the_row_is_written_settles_once(gateway, with_ledger, lea
 
 ENDINGS = [
     ({"say": "ab"}, "ok"),
-    ({"say": "abcdef", "fail": "page_corrupt"}, "failed"),
-    ({"say": "abcdef", "fail": "page_corrupt", "fail_after": 2, "delay_s": 0.01}, "failed"),
+    ({"say": "abcdef", "fail": "page_integrity"}, "failed"),
+    ({"say": "abcdef", "fail": "page_integrity", "fail_after": 2, "delay_s": 0.01}, "failed"),
 ]
 
 

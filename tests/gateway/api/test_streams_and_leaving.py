@@ -78,7 +78,7 @@ def test_heartbeats_come_between_tokens_too(gateway) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("code", "status", "told"),
-    [("page_corrupt", 502, "page_corrupt"), ("no_such_code_anywhere", 502, "engine_failed")],
+    [("page_integrity", 502, "page_integrity"), ("no_such_code_anywhere", 502, "engine_error")],
 )
 def test_failure_before_the_first_byte_is_a_status(gateway, stream, code, status, told) -> None:
     with gateway.client() as client:
@@ -91,7 +91,7 @@ def test_failure_before_the_first_byte_is_a_status(gateway, stream, code, status
 
 
 def test_failure_after_the_first_byte_is_a_terminal_event_without_done(gateway) -> None:
-    script = {"say": "abcdef", "fail_after": 3, "fail": "page_corrupt", "delay_s": 0.01}
+    script = {"say": "abcdef", "fail_after": 3, "fail": "page_integrity", "delay_s": 0.01}
     with gateway.connect() as sock:
         sock.sendall(gateway.raw(body_of(script, stream=True)))
         data = read_until(sock, b"\r\n0\r\n\r\n")
@@ -100,7 +100,7 @@ def test_failure_after_the_first_byte_is_a_terminal_event_without_done(gateway) 
     assert b"[DONE]" not in data
     assert b'"finish_reason":"' not in data
     event = data[data.rindex(b"data: {") + 6 :].split(b"\n\n")[0]
-    assert json.loads(event)["error"]["code"] == "page_corrupt"
+    assert json.loads(event)["error"]["code"] == "page_integrity"
     status, produced, charge, attempts = ledger_rows(gateway)[0]
     assert (status, produced, charge) == ("failed", 0, 0)
     assert '"completion_tokens":3' in attempts
