@@ -48,7 +48,7 @@ def find_model(fleet: Fleet, name: str) -> ServedModel:
 
 
 def window_of(info: EngineInfo) -> int:
-    """The limit in force, in tokens: the model's context, or less where a node's pool is smaller."""
+    """The limit in force, in tokens: the model's context, or a node's smaller pool."""
     return min(info.context_tokens, info.num_pages * info.page_size)
 
 

@@ -232,7 +232,7 @@ def test_silent_engine_ends_at_the_deadline(tmp_path, start, monkeypatch) -> Non
         whole = client.post("/v1/chat/completions", content=body_of(silent))
         streamed = client.post("/v1/chat/completions", content=body_of(silent, stream=True))
         running.wait_idle()
-    assert whole.status_code == 408
+    assert whole.status_code == 408, running.log.getvalue()
     assert whole.json()["error"]["code"] == "deadline_exceeded"
     assert '"code":"deadline_exceeded"' in streamed.text
     assert "[DONE]" not in streamed.text
