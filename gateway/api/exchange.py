@@ -45,7 +45,7 @@ class Exchange:
         assert self.status is None, "an answer has one head"
         self.status = status
         encoded = [
-            (name.encode("ascii"), _header_value(value))
+            (name.encode("ascii"), header_value(value))
             for name, value in (*headers, *self.common_headers)
         ]
         encoded.append((b"x-request-id", self.request_id.encode()))
@@ -79,7 +79,7 @@ class Exchange:
         await self.reply(error.status, error.body(self.request_id), headers=error.headers())
 
 
-def _header_value(value: str) -> bytes:
+def header_value(value: str) -> bytes:
     """A header holds printable ASCII; a node's or a region's name may be anything."""
     if value.isascii() and value.isprintable():
         return value.encode()

@@ -7,7 +7,7 @@ from io import StringIO
 
 import pytest
 
-from gateway.api.exchange import clean_client_id, new_request_id
+from gateway.api.exchange import clean_client_id, header_value, new_request_id
 from gateway.telemetry import METRICS, REDACTED, Metrics, make_log
 
 
@@ -60,3 +60,8 @@ def test_client_ids_cannot_inject_into_logs() -> None:
     assert clean_client_id('a"\n{}\x00b') == "ab"
     assert clean_client_id("é" * 5) is None
     assert clean_client_id("x" * 100) == "x" * 64
+
+
+def test_any_name_fits_a_header() -> None:
+    assert header_value("node-1") == b"node-1"
+    assert header_value("ノード\r\nx: y") == b"?????x: y"

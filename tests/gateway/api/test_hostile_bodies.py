@@ -74,6 +74,9 @@ def check(shared_gateway: Any, data: bytes) -> None:
         assert error["code"]
 
 
+# The gateway's own thread draws from the global `random` (WebSocket pings), which hypothesis takes
+# for a strategy that does.
+pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
 QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
