@@ -95,7 +95,7 @@ def test_any_bytes_are_answered(gateway, data, prefix) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=5000, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=2000, deadline=None, suppress_health_check=QUIET)
 @given(body=BODIES)
 def test_any_json_is_answered_at_length(gateway, body) -> None:
     check(gateway, json.dumps(body).encode())
