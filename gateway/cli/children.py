@@ -27,6 +27,12 @@ def python_module(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
+def child_environment() -> dict[str, str]:
+    """Ours, with OpenMP threads that sleep while they wait: spinning ones, on cores that gateway,
+    agents and engines share, made a forward pass a hundred times slower."""
+    return {"OMP_WAIT_POLICY": "passive", **os.environ}
+
+
 def die_with_parent() -> Callable[[], None]:
     """For preexec_fn. What the forked child needs is looked up before the fork."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -95,9 +101,7 @@ class Child:
             return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
 
 
-def start_child(
-    name: str, argv: list[str], *, log: Path, environment: dict[str, str] | None = None
-) -> Child:
+def start_child(name: str, argv: list[str], *, log: Path) -> Child:
     """Call from the main thread before others run: PDEATHSIG follows the creating thread."""
     if log.exists() and log.stat().st_size > MAX_LOG_BYTES:
         log.replace(log.with_suffix(".old.log"))
@@ -107,7 +111,7 @@ def start_child(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
-            env=environment,
+            env=child_environment(),
             process_group=0,
             preexec_fn=die_with_parent(),
         )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gateway.cli.children import die_with_parent, python_module
+from gateway.cli.children import child_environment, die_with_parent, python_module
 from gateway.cli.loading import LoadingLine
 from gateway.cli.problem import FAILED, Problem
 from policies.contract import wire
@@ -218,6 +218,7 @@ def running_engine(
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             pass_fds=(theirs.fileno(),),
+            env=child_environment(),
             process_group=0,
             preexec_fn=die_with_parent(),
         )
