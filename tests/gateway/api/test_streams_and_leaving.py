@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sqlite3
 import struct
 import time
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from gateway.api import completion_run
 from gateway.config import GatewayConfig, LimitsConfig, ServerConfig, StreamConfig
-from gateway.ledger.files import LEDGER_NAME, connect_reader
+from gateway.ledger.files import LEDGER_NAME
 
 
 def body_of(script: dict[str, Any], **fields: Any) -> bytes:
@@ -26,7 +27,8 @@ def body_of(script: dict[str, Any], **fields: Any) -> bytes:
 def ledger_rows(gateway: Any) -> list[tuple[Any, ...]]:
     """(status, completion_tokens, charge, attempts) of all rows, newest first."""
     gateway.wait_idle()
-    connection = connect_reader(gateway.services.home.folder / LEDGER_NAME)
+    path = gateway.services.home.folder / LEDGER_NAME
+    connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
     try:
         return connection.execute(
             "SELECT status, completion_tokens, charge_nano_usd, attempts FROM requests"
