@@ -154,5 +154,6 @@ async def test_a_file_that_is_no_ledger_is_named(path):
     with pytest.raises(LedgerError, match="no ledger of ours"):
         verify(path)
     path.write_bytes(b"x" * 4000)
-    with pytest.raises(LedgerError, match="not a database"):
-        verify(path)
+    for read in (verify, usage_by, lambda p: list(requests(p))):
+        with pytest.raises(LedgerError, match="not a database"):
+            read(path)
