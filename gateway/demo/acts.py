@@ -64,10 +64,11 @@ def affinity_act(before: Sequence[Turn], after: Sequence[Turn]) -> Act:
     """Round robin without a header, then our routing with it, on the same conversations."""
     stayed, later = turns_at_home(after)
     hits = (hit_rate(before), hit_rate(after))
+    margin = f"at least {CLEAR_MARGIN * 100:.0f} points more"
     costs = (total_charge(before), total_charge(after))
     claims = [
         Claim(
-            f"hit rate {hits[0]:.0%} → {hits[1]:.0%}, at least {CLEAR_MARGIN * 100:.0f} points more",
+            f"hit rate {hits[0]:.0%} → {hits[1]:.0%}, {margin}",
             hits[1] >= hits[0] + CLEAR_MARGIN,
         ),
         Claim(
