@@ -1,12 +1,13 @@
 """Frames survive any cut of the stream, and a wrong header is told at once."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.framing import FrameError, FrameReader, frame
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 254), st.binary(max_size=50)), max_size=8),
     st.lists(st.integers(1, 30), min_size=1),
