@@ -47,6 +47,9 @@ class StopSignals:
         self.asked = asyncio.Event()
         self.insisted = asyncio.Event()
         self.flag = threading.Event()  # for threads
+
+    def listen(self) -> None:
+        """From now on signals do it."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.ask)
@@ -72,6 +75,7 @@ async def serve(
     """Runs until it is told to stop; returns the exit code. Raises NodeError when it cannot run."""
     begun = time.monotonic()
     stop = StopSignals()
+    stop.listen()
     node_id = node_id_of(config.home, config.node_id, lambda: f"n-{os.urandom(4).hex()}")
     with locked(config.home / "nodes" / node_id / "lock", timeout_s=0):
         identity = begin_epoch(config.home, node_id, wall_s=time.time())
@@ -90,7 +94,7 @@ async def serve(
             link_timing=link_timing,
             make_engine_command=make_engine_command,
         )
-        await _run(config, node, engines, links, stop)
+        await run_until_stopped(config, node, engines, links, stop)
     return 0
 
 
@@ -238,13 +242,14 @@ class _ProgressLines:
             self._emit({"event": "progress", "name": name, "bytes": done, "total_bytes": total})
 
 
-async def _run(
+async def run_until_stopped(
     config: NodeConfig,
     node: Node,
     engines: list[EngineSupervisor],
     links: list[GatewayLink],
     stop: StopSignals,
 ) -> None:
+    """Owns every task; returns when all have ended. Raises NodeError if an engine cannot start."""
     try:
         async with asyncio.TaskGroup() as tasks:
             owned = [tasks.create_task(engine.run()) for engine in engines]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import cast
 
 from engine.framing import FrameError, FrameReader
 from node_agent.outbox import EngineOutbox
@@ -26,9 +27,9 @@ class EngineSocket(asyncio.Protocol):
         self._is_paused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
-        self._transport = transport
+        # uvloop's transports are no subclass of asyncio's, only the same in use.
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
         self.pump()
 
     def data_received(self, data: bytes) -> None:

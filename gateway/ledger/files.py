@@ -10,6 +10,8 @@ import fcntl
 import os
 import sqlite3
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
@@ -63,12 +65,17 @@ def has_writer(ledger: Path) -> bool:
     return False
 
 
-def connect_reader(path: Path) -> sqlite3.Connection:
-    """A read-only connection, with or without a running gateway; raises LedgerError if absent."""
+@contextmanager
+def reading(path: Path) -> Iterator[sqlite3.Connection]:
+    """A read-only connection, gateway running or not; all its faults become LedgerErrors."""
     if not path.exists():
         raise LedgerError(f"{path} is absent; start a gateway with this --home first")
     uri = f"file:{quote(str(path.absolute()))}?mode=ro"
-    return sqlite3.connect(uri, uri=True, timeout=5.0, isolation_level=None)
+    try:
+        with closing(sqlite3.connect(uri, uri=True, timeout=5.0, isolation_level=None)) as reader:
+            yield reader
+    except sqlite3.Error as error:
+        raise LedgerError(f"{path}: {error}; restore it from a backup") from error
 
 
 def wal_bytes(path: Path) -> int:

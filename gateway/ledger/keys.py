@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import structlog
 from msgspec import Struct
 
 from gateway.ledger.files import LedgerError, make_private
@@ -40,6 +41,8 @@ MIGRATIONS = (
     ),
 )
 
+log = structlog.get_logger("kagari.keys")
+
 
 class KeyRefused(ValueError):
     """A key that cannot be made or found; the message says what is allowed."""
@@ -60,6 +63,7 @@ class Keys:
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         make_private(path)
+        self._path = path
         self._clock = clock
         self._look_at = 0.0
         self._key_by_digest: dict[bytes, Key] = {}
@@ -89,6 +93,8 @@ class Keys:
                 "INSERT INTO keys VALUES (?, ?, ?, ?, ?, NULL)",
                 (key.key_id, key.name, key.tenant, _digest(secret), key.created_at),
             )
+        except sqlite3.OperationalError as error:
+            raise LedgerError(f"{self._path}: {error}; free space on its disk") from error
         except sqlite3.IntegrityError:
             raise KeyRefused(
                 f"name: {name!r} is a live key already; choose another or revoke that one"
@@ -106,11 +112,15 @@ class Keys:
 
     def revoke(self, name_or_id: str) -> Key:
         """Ends a live key, here at once and in other processes within a second."""
-        row = self._connection.execute(
-            "UPDATE keys SET revoked_at = ? WHERE revoked_at IS NULL AND (key_id = ? OR name = ?)"
-            " RETURNING key_id, name, tenant, created_at, revoked_at",
-            (time.time(), name_or_id, name_or_id),
-        ).fetchone()
+        try:
+            row = self._connection.execute(
+                "UPDATE keys SET revoked_at = ?"
+                " WHERE revoked_at IS NULL AND (key_id = ? OR name = ?)"
+                " RETURNING key_id, name, tenant, created_at, revoked_at",
+                (time.time(), name_or_id, name_or_id),
+            ).fetchone()
+        except sqlite3.OperationalError as error:
+            raise LedgerError(f"{self._path}: {error}; free space on its disk") from error
         if row is None:
             raise KeyRefused(f"{name_or_id!r} is no live key's name or id; see `kagari keys list`")
         self._load()
@@ -120,10 +130,7 @@ class Keys:
         """The live key of a secret. Its digest is looked up, so timing tells nothing of others."""
         now = self._clock()
         if now >= self._look_at:
-            self._look_at = now + LOOK_EVERY_S
-            if (version := self._data_version()) != self._version:
-                self._version = version
-                self._load()
+            self._look_again(now)
         digest = _digest(secret)
         return self._key_by_digest.get(digest) or self._literal_by_digest.get(digest)
 
@@ -150,6 +157,15 @@ class Keys:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _look_again(self, now: float) -> None:
+        self._look_at = now + LOOK_EVERY_S
+        try:
+            if (version := self._data_version()) != self._version:
+                self._load()
+                self._version = version
+        except sqlite3.Error as error:  # the keys that are known still hold
+            log.error("keys_unreadable", error=str(error))
 
     def _load(self) -> None:
         self._look_at = self._clock() + LOOK_EVERY_S

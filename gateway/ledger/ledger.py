@@ -99,7 +99,7 @@ class Ledger:
     async def open(self, row: OpenRow) -> None:
         """Returns when the row is committed. Raises LedgerFull (nothing is billed), ValueError."""
         check_row(row)
-        if row.request_id in self._row_by_id:
+        if row.request_id in self._row_by_id or row.request_id in self._ended:
             raise ValueError(f"request_id: {row.request_id} is open already; ids are ours and new")
         self._refuse_if_full()
         committed = asyncio.get_running_loop().create_future()
@@ -185,13 +185,15 @@ class Ledger:
 
     async def close(self) -> None:
         """Drain, orphan what no request settled, close; raises LedgerError if the disk refuses."""
-        if self._closed:
+        if self._closing:
             return
         self._closing = True
         self._wake.set()
         await asyncio.wait({self._writer}, timeout=DRAIN_DEADLINE_S + 1.0)
         self._writer.cancel()
         await asyncio.wait({self._writer}, timeout=DRAIN_DEADLINE_S)
+        if self._writer.done() and not self._writer.cancelled():
+            self._writer.result()  # a fault of the writer's own is not swallowed
         if self._ended:
             raise LedgerError(
                 f"{len(self._ended)} settlements are not on disk ({self._trouble}); "
@@ -216,11 +218,12 @@ class Ledger:
                 elif self._ended and now >= max(next_settle, self._retry_at):
                     next_settle = now + SETTLE_EVERY_S
                     await self._write_ended()
+                elif self._trouble and self._idle() and now >= self._retry_at:
+                    await self._transact("FULL", schema.PROBE, [(self._boot,)])
                 else:
                     await self._pause(now, next_open, next_settle)
-            if not self._trouble:
-                await self._orphan_the_rest()
-                await self._checkpoint()
+            await self._orphan_the_rest()
+            await self._checkpoint()
         finally:
             self._closed = True
             for request_id, (_, committed) in self._opens.items():
@@ -238,6 +241,7 @@ class Ledger:
         """Until the next batch may go, or something comes; idle long enough, truncate the log."""
         due = [max(next_open, self._retry_at)] if self._opens else []
         due += [max(next_settle, self._retry_at)] if self._ended else []
+        due += [self._retry_at] if self._trouble else []
         if self._dirty:
             is_big = wal_bytes(self._path) > MAX_WAL_BYTES
             since = (
@@ -284,7 +288,7 @@ class Ledger:
         if self._row_by_id:
             log.warning("ledger_closed_over_open_rows", rows=len(self._row_by_id))
             now = time.time()
-            await self._transact("FULL", schema.ORPHAN, [(now, now)])
+            await self._transact("FULL", schema.ORPHAN, [(now, now)])  # refused: at the next boot
             self._row_by_id.clear()
 
     async def _transact(

@@ -1,4 +1,4 @@
-"""The ledger's tables and the three statements that change them.
+"""The ledger's tables and the few statements that change them.
 
 The trigger moves a row's settled figures into the rollups inside the very UPDATE that settles it,
 so rows and rollups cannot disagree, whoever settles: a request, or the next boot for a dead one.
@@ -108,6 +108,9 @@ WHERE request_id = ? AND status = 'open'"""
 ORPHAN = """UPDATE requests SET
     status = 'orphaned', quality = 'estimated', ended_at = ?, day = date(?, 'unixepoch')
 WHERE status = 'open'"""
+
+# Changes nothing, yet is a write: tells whether a disk that was full is well again.
+PROBE = "UPDATE boots SET pid = pid WHERE boot = ?"
 
 
 def prepare(path: Path, now: float) -> int:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from gateway.ledger.files import connect_reader
+from gateway.ledger.files import reading
 from gateway.ledger.rows import RequestPath, Status
 from policies.pricing import Rates
 
@@ -87,21 +87,17 @@ def usage_by(
     columns = ", ".join([*names, *(f"coalesce(sum({name}), 0)" for name in sums)])
     groups = ", ".join(COLUMN_BY_DIMENSION[dimension] for dimension in dimensions)
     order = f"GROUP BY {groups} ORDER BY {groups}" if groups else ""
-    connection = connect_reader(path)
-    try:
+    with reading(path) as connection:
         rows = connection.execute(
             f"SELECT {columns} FROM rollups WHERE day BETWEEN ? AND ? {order}",
             (since_day, until_day),
         )
         return [UsageLine(*row) for row in rows]
-    finally:
-        connection.close()
 
 
 def requests(path: Path, *, after: int = 0) -> Iterator[RequestLine]:
     """Every row in the order of opening, those after row number `after`; raises LedgerError."""
-    connection = connect_reader(path)
-    try:
+    with reading(path) as connection:
         while page := connection.execute(
             "SELECT sequence, request_id, tenant, model, status, path, node, prefill_node,"
             " prompt_tokens, cached_tokens, completion_tokens, charge_nano_usd,"
@@ -112,5 +108,3 @@ def requests(path: Path, *, after: int = 0) -> Iterator[RequestLine]:
             for row in page:
                 yield RequestLine(*(*row[1:-3], Rates(*row[-3:])))
             after = page[-1][0]
-    finally:
-        connection.close()

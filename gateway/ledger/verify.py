@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from gateway.ledger.files import LedgerError, connect_reader, has_writer
+from gateway.ledger.files import LedgerError, has_writer, reading
 from gateway.ledger.schema import APPLICATION_ID, MIGRATIONS
 from policies.contract.wire import Usage
 from policies.pricing import Rates, charge
@@ -47,8 +47,7 @@ class Verification(Struct, frozen=True):
 
 def verify(path: Path) -> Verification:
     """Reads the whole ledger, a row at a time; raises LedgerError if it is absent or no ledger."""
-    connection = connect_reader(path)
-    try:
+    with reading(path) as connection:
         connection.execute("BEGIN")
         if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
             raise LedgerError(f"{path} is no ledger of ours; look under another --home")
@@ -56,10 +55,6 @@ def verify(path: Path) -> Verification:
         if version != len(MIGRATIONS):
             raise LedgerError(f"{path} has schema {version}, this build {len(MIGRATIONS)}")
         return _verify(connection, has_writer(path))
-    except sqlite3.DatabaseError as error:
-        raise LedgerError(f"{path}: {error}; restore it from a backup") from error
-    finally:
-        connection.close()
 
 
 def _verify(connection: sqlite3.Connection, is_written: bool) -> Verification:

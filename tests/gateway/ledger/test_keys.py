@@ -1,4 +1,4 @@
-"""Keys: shown once, found by digest, seen by a running gateway when another process changes them."""
+"""Keys: shown once, found by digest, and changes by another process are seen by a gateway."""
 
 import sqlite3
 import stat
@@ -111,3 +111,18 @@ def test_a_file_that_is_no_key_file_is_refused(keys_path):
     foreign.close()
     with pytest.raises(LedgerError, match="no file of ours"):
         Keys(keys_path)
+
+
+def test_keys_that_are_known_hold_while_the_file_cannot_be_read(keys_path):
+    now = 0.0
+    with Keys(keys_path, clock=lambda: now) as keys:
+        key, secret = keys.create("laptop")
+        other = sqlite3.connect(keys_path, isolation_level=None)
+        other.execute("DROP TABLE keys")
+        now += LOOK_EVERY_S
+        assert keys.find(secret) == key
+        with pytest.raises(LedgerError, match="no such table"):
+            keys.create("desktop")
+        with pytest.raises(LedgerError, match="no such table"):
+            keys.revoke("laptop")
+        other.close()

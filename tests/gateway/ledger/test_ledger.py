@@ -1,4 +1,4 @@
-"""The ledger's promises, one by one; the traps it was built against are named after their failure."""
+"""The ledger's promises, one by one; traps are named after the failure they would be."""
 
 import asyncio
 import sqlite3
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 
 async def until(condition, within_s=5.0):
     async with asyncio.timeout(within_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - the ledger has no event for it
             await asyncio.sleep(0.002)
 
 
@@ -114,6 +114,8 @@ async def test_an_id_used_again_neither_replaces_nor_doubles_its_row(path, row, 
         with pytest.raises(ValueError, match="open already"):
             await ledger.open(row("r1", prompt=5))
         ledger.settle(end("r1"))
+        with pytest.raises(ValueError, match="open already"):
+            await ledger.open(row("r1", prompt=5))
         await until(lambda: ledger.health().unsettled == 0)
         await ledger.open(row("r1", prompt=5))
         ledger.settle(end("r1", cached=0))
@@ -186,6 +188,16 @@ async def test_disk_full_refuses_new_rows_and_loses_no_settlement(path, row, end
     assert verify(path).problem_count == 0
 
 
+async def test_a_disk_that_was_full_is_found_well_again_without_a_request(path, row, disk):
+    async with Ledger(path, connect=disk.connect) as ledger:
+        disk.fails_at = "row"
+        with pytest.raises(LedgerFull):
+            await ledger.open(row("r1"))
+        assert (ledger.health().state, ledger.health().open_rows) == ("full", 0)
+        disk.fails_at = None
+        await until(lambda: ledger.health().state == "ok")
+
+
 async def test_a_close_that_cannot_write_says_what_it_leaves(path, row, end, disk, monkeypatch):
     monkeypatch.setattr(ledger_module, "DRAIN_DEADLINE_S", 0.2)
     ledger = Ledger(path, connect=disk.connect)
@@ -213,17 +225,20 @@ async def test_a_full_queue_refuses_instead_of_growing(path, row, end):
         await ledger.open(row("r11"))
 
 
-async def test_a_cancelled_open_still_settles(path, row, end):
+async def test_a_cancelled_open_still_settles(path, row, end, monkeypatch):
+    monkeypatch.setattr(ledger_module, "OPEN_EVERY_S", 0.1)
     async with Ledger(path) as ledger:
-        opening = asyncio.create_task(ledger.open(row("r1")))
+        await ledger.open(row("r1"))  # so that the next batch has to wait, and a settlement not
+        opening = asyncio.create_task(ledger.open(row("r2")))
         await asyncio.sleep(0)
         opening.cancel()
         with pytest.raises(asyncio.CancelledError):
             await opening
-        ledger.settle(end("r1", "client_left", cached=0, completion=0))
+        ledger.settle(end("r2", "client_left", cached=0, completion=0))
         await until(lambda: ledger.health().unsettled == 0)
+        ledger.settle(end("r1"))
         assert ledger.health().open_rows == 0
-    assert [line.status for line in requests(path)] == ["client_left"]
+    assert [line.status for line in requests(path)] == ["ok", "client_left"]
 
 
 async def test_an_open_that_the_disk_stalls_is_refused_and_bills_nothing(
@@ -303,6 +318,25 @@ async def test_an_unclosed_connection_does_not_hang_exit(path):
     async with Ledger(path):
         assert len(ours()) == 1
     await until(lambda: not ours())
+
+
+async def test_a_fault_of_the_writer_itself_is_loud_and_opens_nothing_more(path, row, disk):
+    async def connect(path):
+        connection = await disk.connect(path)
+
+        async def executemany(sql, values):
+            raise ZeroDivisionError("a bug")
+
+        connection.executemany = executemany
+        return connection
+
+    ledger = Ledger(path, connect=connect)
+    await ledger.__aenter__()
+    with pytest.raises(LedgerFull, match="closing"):
+        await ledger.open(row("r1"))
+    assert ledger.health().state == "closed"
+    with pytest.raises(ZeroDivisionError):
+        await ledger.close()
 
 
 async def test_wal_does_not_grow_when_idle(path, row, end, monkeypatch):
