@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from typing import Any
 
@@ -38,6 +39,24 @@ async def test_a_stream_gets_its_tokens_and_one_end() -> None:
     assert last.tokens == [7]
     assert last.end == wire.Finished(0, "length", wire.Usage(100, 64, 3))
     assert (await stream.next()).tokens == []
+
+
+@pytest.mark.anyio
+async def test_waiting_with_a_limit_loses_no_token() -> None:
+    node = FakeNode(gateway := fleet(), "n1").join()
+    with gateway.dispatch(request(1)) as stream:
+        node.read()
+        assert await stream.next_within(0.01) is None
+        node.step([0], [1])
+        assert await stream.next_within(0.0) == Burst([1], None)
+        asyncio.get_running_loop().call_soon(node.step, [0], [2])
+        assert await stream.next_within(5.0) == Burst([2], None)
+        waiting = asyncio.create_task(stream.next_within(5.0))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        node.step([0], [3])
+        await asyncio.wait([waiting])
+        assert await stream.next_within(5.0) == Burst([3], None)
 
 
 def test_without_a_node_or_a_bundle_there_is_no_node() -> None:
