@@ -97,7 +97,7 @@ def run_demo(*, check: bool, as_json: bool) -> None:
     screen = Screen()
     try:
         acts = play(screen)
-    except (StackFailed, StreamFailed, HttpError, OSError) as error:
+    except StackFailed as error:
         raise Problem(
             "demo",
             found=str(error),
@@ -170,7 +170,10 @@ def conversations(stack: Stack, routing: str, screen: Screen) -> list[Turn]:
                     header = routing == AFFINITY
                     waiting.append(pool.submit(ask, stack, conversation, messages, header))
                     time.sleep(STAGGER_S)  # the first is placed before the second comes
-                replies = [future.result(timeout=300) for future in waiting]
+                try:
+                    replies = [future.result(timeout=300) for future in waiting]
+                except (StreamFailed, HttpError, OSError) as error:
+                    raise StackFailed(f"{error}\n    {stack.warnings()}") from error
                 charges = charges_of(stack.home / LEDGER_NAME, replies)
                 for conversation, reply in zip(pair, replies, strict=True):
                     conversation.hear(reply.text)
