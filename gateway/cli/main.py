@@ -78,6 +78,9 @@ def serve(
     kv_device_tokens: Annotated[
         int | None, typer.Option(help="Tokens the KV pool of each engine holds.")
     ] = None,
+    step_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens an engine computes in one step.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of each engine.")] = None,
     script: Annotated[
         Path | None, typer.Option(help="Answer from this script file instead of a model.")
@@ -99,6 +102,7 @@ def serve(
         "--compute": compute,
         "--kv-dtype": kv_dtype,
         "--kv-device-tokens": kv_device_tokens,
+        "--step-tokens": step_tokens,
     }
     options = ServeOptions(
         home=folder,

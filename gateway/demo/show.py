@@ -34,6 +34,7 @@ from gateway.ledger.usage import RequestLine, requests, usage_by
 MODEL = "smollm2-135m"
 AT_ONCE = 2  # agents that wait for an answer at the same time
 STAGGER_S = 0.1
+STEP_TOKENS = 256  # short steps, so that an engine on a busy machine still reports in time
 SETTLED_S = 2.0
 
 ROUND_ROBIN = "round robin"
@@ -147,6 +148,7 @@ def started(home: Path, environment: dict[str, str]) -> Stack:
         *("--port", "0"),
         *("--model", MODEL),
         *("--kv-device-tokens", str(POOL_TOKENS)),
+        *("--step-tokens", str(STEP_TOKENS)),
         environment=environment,
     )
 
