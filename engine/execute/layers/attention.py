@@ -57,13 +57,14 @@ class Call:
     """Sequences whose pages are gathered together; several only if each has a single token."""
 
     sequences: int
-    places: tuple[
-        Tensor, ...
-    ]  # a layer: arena rows of page_size × dim, order [K V, seq, head, page]
+    places: tuple[Tensor, ...]  # a layer: arena rows of page_size × dim, [K V, seq, head, page]
     tiles: tuple[Tile, ...]
 
 
 class Attention:
+    """Plans the calls of a step once, then runs them for each layer; head_dim is in elements,
+    null_page the arena's page of zeros."""
+
     def __init__(
         self,
         *,
@@ -201,8 +202,9 @@ class Attention:
         return weigh(torch.softmax(scores, -1), values, key_block=self.shapes.key_block)
 
     def _fixed(self, q: Tensor, keys: Tensor, values: Tensor, tile: Tile) -> Tensor:
+        """Tiles of FIXED_ROWS rows, one (sequence, head) at a time: the same shapes everywhere."""
         pairs, num_rows, _ = q.shape
-        mask = torch.zeros(tile.mask.shape[0], 1, tile.padded, 1, tile.keys, dtype=self.dtype)
+        mask = tile.mask.new_zeros(tile.mask.shape[0], 1, tile.padded, 1, tile.keys)
         mask[..., tile.masked_from :] = tile.mask
         grid = mask.expand(-1, self.num_kv_heads, -1, self.group, -1)
         mask = grid.reshape(pairs, num_rows, tile.keys)
