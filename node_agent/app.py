@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import random
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import structlog
@@ -26,12 +25,13 @@ from node_agent.identity import Identity, begin_epoch, node_id_of
 from node_agent.link import GatewayLink, LinkTiming
 from node_agent.models_command import bundle_caches
 from node_agent.node import Node
-from node_agent.stages import Emit, StageLines, stage, stage_line
+from node_agent.stages import Emit, EngineStages, StageLines, stage
 from node_agent.supervisor import EngineSupervisor, EngineTiming, engine_command
 from policies.contract.bundle import bundle_digest, decode_bundle, tokenizer_digest
 
 REPORT_S = 1.0
 PARENT_S = 0.5
+PROGRESS_S = 2.0
 FLUSH_S = 1.0  # after the last stream: for its frames and their acknowledgement
 POLL_S = 0.05
 
@@ -123,15 +123,15 @@ def compose(
             }
         )
 
+    stages = EngineStages(emit, [model.spec.name for model in models], time.monotonic)
     node = Node(
         identity,
         config.role,
         bundles={model.spec.bundle_digest: model.bundle for model in models},
         clock=time.monotonic,
         on_ready=on_ready,
-        on_engine_up=lambda up: emit(
-            stage_line("engine", up.load_s, f"{up.info.model}, {up.info.num_pages} pages")
-        ),
+        on_engine_up=stages.on_up,
+        on_engine_loading=stages.on_loading,
     )
     threads = config.threads or threads_each(len(models))
     engines = [
@@ -189,12 +189,13 @@ def prepare_models(
     progress = _ProgressLines(emit, stop)
     prepared = []
     for name in config.models or (catalogue.default,):
+        if stop is not None and stop.is_set():
+            raise Stopped
         checkpoint = resolve(name, catalogue, folder)
         with stage(emit, "checkpoint", checkpoint.path.name):
             ensure(checkpoint, progress=progress)
         with stage(emit, "bundle", checkpoint.name):
             prepared.append(prepare(checkpoint, bundle_caches=bundle_caches(folder, config.home)))
-        progress("", 0, 1)
     return prepared
 
 
@@ -226,20 +227,30 @@ def scripted_model(name: str, bundle_file: Path) -> PreparedModel:
 
 
 class _ProgressLines:
-    """Bytes of a pull on stdout, at most two lines a second; raises Stopped out of it."""
+    """Bytes of a pull on stdout, a line each PROGRESS_S; raises Stopped out of it."""
 
     def __init__(self, emit: Emit, stop: threading.Event | None) -> None:
         self._emit = emit
         self._stop = stop
         self._said_at = 0.0
+        self._name = ""
 
     def __call__(self, name: str, done: int, total: int) -> None:
         if self._stop is not None and self._stop.is_set():
             raise Stopped
         now = time.monotonic()
-        if name and (done >= total or now - self._said_at >= 0.5):
-            self._said_at = now
-            self._emit({"event": "progress", "name": name, "bytes": done, "total_bytes": total})
+        if name == self._name and done < total and now - self._said_at < PROGRESS_S:
+            return
+        self._name, self._said_at = name, now
+        self._emit(
+            {
+                "event": "progress",
+                "stage": name,
+                "bytes": done,
+                "total_bytes": total,
+                "detail": f"{done >> 20} of {total >> 20} MiB",
+            }
+        )
 
 
 async def run_until_stopped(
@@ -314,20 +325,16 @@ def run_node(config: NodeConfig) -> int:
     emit = StageLines()
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_main(config, emit))
+            return runner.run(serve(config, emit=emit))
     except NodeError as error:
         emit({"event": "error", "error": error.as_dict()})
         structlog.get_logger().error("cannot_run", **error.as_dict())
         return 1
 
 
-def _main(config: NodeConfig, emit: Emit) -> Coroutine[Any, Any, int]:
-    return serve(config, emit=emit)
-
-
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where it is installed: it is not for Windows."""
-    if sys.platform == "win32":
+    """uvloop where it is installed."""
+    if importlib.util.find_spec("uvloop") is None:
         return None
     import uvloop
 

@@ -47,7 +47,10 @@ def write_atomically(target: Path, data: bytes) -> None:
 def locked(
     path: Path, *, timeout_s: float, waiting: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Holds the lock file; the kernel frees it when the holder dies. Raises NodeError when late."""
+    """Holds the lock file; the kernel frees it when the holder dies. Raises NodeError when late.
+
+    waiting is called again and again while another holds it; what it raises ends the wait.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -55,11 +58,8 @@ def locked(
         raise disk_error(path.parent, error) from error
     try:
         deadline = time.monotonic() + timeout_s
-        told = False
         while not _try_lock(handle):
-            if not told:
-                waiting()
-                told = True
+            waiting()
             if time.monotonic() >= deadline:
                 raise NodeError(
                     f"lock {path}",

@@ -1,4 +1,4 @@
-"""Reads the metadata of a GGUF file (key-value pairs, tensor names and shapes), never its weights.
+"""Reads the metadata of a GGUF file and digests its header; never reads its weights.
 
 Follows the GGUF v2/v3 layout (github.com/ggml-org/ggml, docs/gguf.md). Every count and length is
 checked against the bytes that are there before anything is allocated, so a truncated or hostile
@@ -36,8 +36,6 @@ SCALARS: dict[int, struct.Struct] = {
 @dataclass(frozen=True, slots=True)
 class GgufMetadata:
     values: dict[str, object]  # scalars, str or list
-    tensor_names: tuple[str, ...]
-    header_bytes: int  # offset of the first byte after the tensor table
     digest: str  # hex SHA-256 of the header and the file's size
 
 
@@ -97,14 +95,13 @@ def _read(cursor: _Cursor) -> GgufMetadata:
     for _ in range(num_values):
         key = cursor.string()
         values[key] = cursor.value(cursor.u32())
-    names = []
     for _ in range(num_tensors):
-        names.append(cursor.string())
+        cursor.take(cursor.u64())  # name
         cursor.take(8 * cursor.u32())  # dimensions
         cursor.take(4 + 8)  # type, offset
     digest = sha256(len(cursor.data).to_bytes(8, "little"))
     digest.update(cursor.data[: cursor.at])
-    return GgufMetadata(values, tuple(names), cursor.at, digest.hexdigest())
+    return GgufMetadata(values, digest.hexdigest())
 
 
 def read_gguf_metadata(path: Path) -> GgufMetadata:

@@ -14,7 +14,6 @@ from node_agent.errors import NodeError
 class Identity:
     node_id: str
     node_epoch: int
-    folder: Path  # this node's own part of the home
 
 
 def node_id_of(home: Path, chosen: str | None, draw: Callable[[], str]) -> str:
@@ -22,8 +21,9 @@ def node_id_of(home: Path, chosen: str | None, draw: Callable[[], str]) -> str:
     if chosen is not None:
         return chosen
     file = home / "node-id"
-    if file.exists():
-        return file.read_text(encoding="utf-8").strip()
+    persisted = file.read_text(encoding="utf-8").strip() if file.exists() else ""
+    if persisted:
+        return persisted
     node_id = draw()
     write_atomically(file, node_id.encode() + b"\n")
     return node_id
@@ -35,8 +35,7 @@ def begin_epoch(home: Path, node_id: str, *, wall_s: float) -> Identity:
     Several nodes may share a home, so the epoch lies in home/nodes/<id>/. The wall clock is a
     floor: an epoch grows even where the folder was lost.
     """
-    folder = home / "nodes" / node_id
-    file = folder / "node-epoch"
+    file = home / "nodes" / node_id / "node-epoch"
     try:
         last = int(file.read_text(encoding="utf-8")) if file.exists() else 0
     except (OSError, ValueError) as error:
@@ -48,4 +47,4 @@ def begin_epoch(home: Path, node_id: str, *, wall_s: float) -> Identity:
         ) from error
     epoch = max(last + 1, int(wall_s))
     write_atomically(file, b"%d\n" % epoch)
-    return Identity(node_id, epoch, folder)
+    return Identity(node_id, epoch)

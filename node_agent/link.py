@@ -197,6 +197,8 @@ class GatewayLink:
                         tasks.create_task(self._guard())
                 finally:
                     self._close()
+                    if asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                        await socket.close(1001, "the node stops")
         except ExceptionGroup as group:
             causes, others = group.split((LinkCut, WebSocketException, OSError))
             if others is not None:

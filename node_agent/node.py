@@ -62,6 +62,7 @@ class Node:
         clock: Callable[[], float],
         on_ready: Callable[[], None] = lambda: None,
         on_engine_up: Callable[[EngineUp], None] = lambda _: None,
+        on_engine_loading: Callable[[int, str, float], None] = lambda *_: None,
     ) -> None:
         self.engines: Sequence[EngineSupervisor] = ()
         self.links: Sequence[GatewayLink] = ()
@@ -75,6 +76,7 @@ class Node:
         self._clock = clock
         self._on_ready: Callable[[], None] | None = on_ready
         self._on_engine_up = on_engine_up
+        self._on_engine_loading = on_engine_loading
         self._link_by_channel: dict[int, GatewayLink] = {}
         self._last_channel = 0
         self._greeted: dict[int, tuple[EngineInfo, ...]] = {}  # link → engines of its Hello
@@ -129,6 +131,9 @@ class Node:
         return engine_report(last, age_s=engine.silence_s, is_down=engine.is_silent)
 
     # --- from engines ----------------------------------------------------------------------------
+
+    def on_loading(self, index: int, stage: str, share: float) -> None:
+        self._on_engine_loading(index, stage, share)
 
     def on_up(self, index: int, up: EngineUp) -> None:
         self._up.add(index)
@@ -269,6 +274,8 @@ class Node:
             code, text = refusal
             rare: list[Rare] = [Failed(lane, code, text) for lane in submit.lanes]
             self._send_rare(link, submit.engine, rare)
+            if known is None:
+                self.streams.remember(link.index, submit.request_id, submit.attempt)
             return
         self.streams.add(link.index, link.channel, submit)
         engine = self.engines[submit.engine]

@@ -1,7 +1,8 @@
 """Which lanes of which link are live on which engine.
 
 Step frames are forwarded undecoded, so this is known from Submits and from the final usages that
-engines send. An entry outlives its link: its final usage still belongs to that gateway.
+engines send (right behind the step that ends the stream, in one write). An entry outlives its link:
+its final usage still belongs to that gateway.
 """
 
 from __future__ import annotations
@@ -99,8 +100,11 @@ class LiveStreams:
         return True
 
     def _remove(self, entry: Streams) -> None:
-        key = (entry.request_id, entry.attempt)
-        del self._by_request[key]
-        self._recent[key] = entry.gateway
+        del self._by_request[entry.request_id, entry.attempt]
+        self.remember(entry.gateway, entry.request_id, entry.attempt)
+
+    def remember(self, gateway: int, request_id: str, attempt: int) -> None:
+        """This Submit has ended, or was refused: a repeated one is not answered again."""
+        self._recent[request_id, attempt] = gateway
         if len(self._recent) > self._max_recent:
             self._recent.popitem(last=False)

@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 import structlog
+from msgspec import Struct
 
 from engine.framing import AGENT_CHANNEL
 from node_agent.engine_socket import EngineSocket
@@ -32,6 +33,7 @@ from policies.contract.wire import (
 PR_SET_PDEATHSIG = 1
 MAX_LOG_LINE_BYTES = 1 << 16
 LAST_WORDS = 12  # log lines kept for the error message
+STALL_S = 0.5  # a look that comes later than this does not count as an engine's silence
 # An engine says with these codes that its flags or its checkpoint cannot work (engine/__main__.py).
 HOPELESS = ("exit code 2", "exit code 4")
 
@@ -50,14 +52,26 @@ class EngineTiming:
     watch_s: float = 0.25
 
 
+class LoadingLine(Struct):
+    """What an engine says on stderr of its own start; share is 0 … 1 of the stage."""
+
+    event: Literal["engine_loading"]
+    stage: str
+    share: float
+
+
 class EngineListener(Protocol):
     """Who is told; all calls are synchronous and must not raise."""
 
+    def on_loading(self, index: int, stage: str, share: float) -> None: ...
     def on_up(self, index: int, up: EngineUp) -> None: ...
     def on_news(self, index: int, news: EngineNews) -> None: ...
     def on_usage(self, index: int, record: UsageRecord) -> None: ...
     def on_step(self, index: int, channel: int, message: bytes) -> None: ...
     def on_lost(self, index: int, reason: str) -> None: ...
+
+
+decode_loading = msgspec.json.Decoder(LoadingLine).decode
 
 
 class EngineSupervisor:
@@ -184,6 +198,7 @@ class EngineSupervisor:
     async def _watch(self, process: asyncio.subprocess.Process, engine_socket: EngineSocket) -> str:
         """Waits for the end of the process or of our patience."""
         timing, begun = self._timing, self._clock()
+        looked_at = begun
         ended: asyncio.Future[object] = asyncio.ensure_future(process.wait())
         closed: asyncio.Future[object] = asyncio.ensure_future(_result(engine_socket.closed))
         try:
@@ -197,6 +212,10 @@ class EngineSupervisor:
                     return engine_socket.closed.result()
                 if ended.done():
                     return "socket closed: the process ended"
+                stalled_s = self._clock() - looked_at - timing.watch_s
+                looked_at = self._clock()
+                if stalled_s > STALL_S:  # we were stopped, not the engine: its news wait unread
+                    self._heard_at += stalled_s
                 if self.info is None:
                     if self._clock() - begun > timing.up_s:
                         return f"not up within {timing.up_s:.0f} s"
@@ -268,9 +287,19 @@ class EngineSupervisor:
 
     def _log_line(self, line: bytes, name: str) -> None:
         text = line.decode(errors="replace").rstrip()
-        if text:
+        loading = _loading(line)
+        if loading is not None:
+            self._listener.on_loading(self.index, loading.stage, loading.share)
+        elif text:
             self._last_words.append(text)
             self._log.info("engine_said", stream=name, line=text)
+
+
+def _loading(line: bytes) -> LoadingLine | None:
+    try:
+        return decode_loading(line)
+    except msgspec.MsgspecError:
+        return None  # any other line is for the log
 
 
 def engine_command(arguments: tuple[str, ...]) -> tuple[str, ...]:

@@ -64,7 +64,7 @@ class PagePool:
         return self._idle
 
     def take(self, kind: HoldKind) -> PageId | None:
-        """Assign a free page to one owner; its generation rises. None: no page is free."""
+        """Assign a free page to who will write it; its generation rises. None: no page is free."""
         if not self._free:
             return None
         page = PageId(self._free.pop())

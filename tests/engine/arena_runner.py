@@ -1,4 +1,4 @@
-"""A runner whose "KV" is a hash of the whole history, kept in pages: any page mix-up changes tokens.
+"""A runner whose "KV" is a hash of the whole history, kept in pages: mix-ups change tokens.
 
 Each slot of the arena holds the state after its token; a row's first state is read back through its
 page table. Newly assigned pages are full of poison, so reading what nobody wrote is caught, and so

@@ -1,4 +1,4 @@
-"""Random lives of sequences on tiny pools: every token as in a fresh run, every page in one place."""
+"""Random lives of sequences on tiny pools: tokens as in a fresh run, every page in one place."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ from engine.schedule.events import (
     SequenceStarted,
     TokensProduced,
 )
+from engine.schedule.pages import HoldKind
 from engine.schedule.plan import StepResult
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import NewSequence
@@ -44,10 +45,10 @@ class Stream:
 
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
-        num_pages=st.integers(2, 14),
+        num_pages=st.integers(6, 14),
         step_tokens=st.integers(1, 24),
-        max_running=st.integers(1, 5),
-        context_tokens=st.integers(8, 60),
+        max_running=st.integers(1, 6),
+        context_tokens=st.integers(20, 60),
         rate=st.sampled_from([1.0, 10.0, 1000.0]),
     )
     def build(
@@ -75,16 +76,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     # --- rules ----------------------------------------------------------------------------------
 
     @rule(
-        family=st.integers(0, 2),
-        length=st.integers(1, 40),
+        copies=st.integers(1, 3),
+        family=st.integers(0, 1),
+        length=st.integers(1, 32),
         root=st.sampled_from(ROOTS),
-        max_tokens=st.integers(1, 20),
+        max_tokens=st.integers(1, 30),
         min_tokens=st.integers(0, 4),
-        stops=st.sets(st.integers(0, VOCAB - 1), max_size=8),
-        deadline_s=st.one_of(st.none(), st.floats(0.5, 30.0)),
+        stops=st.sets(st.integers(0, VOCAB - 1), max_size=3),
+        deadline_s=st.one_of(st.none(), st.none(), st.floats(0.5, 30.0)),
     )
     def submit(
         self,
+        copies: int,
         family: int,
         length: int,
         root: bytes,
@@ -93,15 +96,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops: set[int],
         deadline_s: float | None,
     ) -> None:
+        sampling = Sampling(max_tokens, min_tokens=min_tokens, stop_token_ids=tuple(sorted(stops)))
+        deadline = None if deadline_s is None else self.now + deadline_s
+        for _ in range(copies):
+            self.submit_one(family, length, root, sampling, deadline)
+
+    def submit_one(
+        self, family: int, length: int, root: bytes, sampling: Sampling, deadline: float | None
+    ) -> None:
         # Families share long prefixes, so that prompts hit and duplicate each other.
         prompt = array("I", [(family * 7 + i // 9) % VOCAB for i in range(length)])
-        new = NewSequence(
-            self.next_id,
-            prompt,
-            root,
-            Sampling(max_tokens, min_tokens=min_tokens, stop_token_ids=tuple(sorted(stops))),
-            None if deadline_s is None else self.now + deadline_s,
-        )
+        new = NewSequence(self.next_id, prompt, root, sampling, deadline)
         self.next_id += 1
         full = self.scheduler.load().waiting_sequences >= 8
         fits = length < min(self.config.context_tokens, self.config.num_pages * PAGE_SIZE)
@@ -123,6 +128,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ids = [row.sequence_id for row in plan.rows]
         assert len(set(ids)) == len(ids)
         assert set(ids) <= set(self.streams)
+        assert all(row.token_ids for row in plan.rows)
         assert sum(len(row.token_ids) for row in plan.rows) <= self.config.step_tokens
         self.runner.not_due = not_due
         self.pending = self.runner.execute(plan)
@@ -142,7 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert failed == corrupt, "corruption ends its sequence and no other"
         self.take(events)
 
-    @rule(steps=st.integers(1, 6))
+    @rule(steps=st.integers(1, 25))
     def run_on(self, steps: int) -> None:
         for _ in range(steps):
             if self.pending is None:
@@ -237,6 +243,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert load.pages_free + load.pages_held + load.pages_cached == load.pages_total
         assert load.waiting_sequences + load.running_sequences == len(self.streams)
         assert self.runner.live == set(self.streams)
+
+    @invariant()
+    def a_step_in_flight_keeps_its_pages(self) -> None:
+        if self.pending is not None:
+            for row in self.runner.plans[-1].rows:
+                for page in row.page_table[0]:
+                    assert any(self.scheduler.pool.holds(page, kind) for kind in HoldKind)
+                    assert page not in self.scheduler.pool.idle
 
     @invariant()
     def events_replayed_are_the_residency(self) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import pytest
+import structlog
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
@@ -26,6 +28,7 @@ from policies.contract.bundle import Bundle, encode_bundle
 
 TOKEN = "join-token-of-the-tests"
 DEADLINE_S = 10.0
+QUICK_LINK = LinkTiming(backoff_s=0.05, backoff_cap_s=0.2)
 M = TypeVar("M")
 
 
@@ -46,7 +49,10 @@ class FakeGateway:
         self.messages: list[Any] = []  # of the newest link
         self.welcome: Any = wire.Welcome(wire.WIRE_VERSION, "g1")
         self.credentials: list[str | None] = []
-        self.is_refusing = False
+        self.welcome_at_once = asyncio.Event()
+        self.welcome_at_once.set()
+        self.is_reading = True
+        self.close_code: int | None = None
         self._socket: ServerConnection | None = None
 
     @property
@@ -69,12 +75,17 @@ class FakeGateway:
         try:
             hello = wire.decode_from_node(await socket.recv(decode=False))
             messages.append(hello)
+            await self.welcome_at_once.wait()
             await socket.send(wire.encode(self.welcome))
             self._socket = socket
+            if not self.is_reading:
+                socket.transport.pause_reading()
             async for data in socket:
                 messages.append(wire.decode_from_node(data))  # noqa: PERF401  seen as they come
         except ConnectionClosed:
             return  # how a link ends is the node's matter
+        finally:
+            self.close_code = socket.close_code
 
     async def send(self, *messages: Any) -> None:
         assert self._socket is not None
@@ -208,6 +219,12 @@ def submit(
     )
 
 
+def info(index: int) -> wire.EngineInfo:
+    return wire.EngineInfo(
+        index, f"m{index}", "i", 100, 16, 8, "b", "t", "l", "w", "bf16", "bf16", "exact", 64
+    )
+
+
 class RunningNode:
     """A node in this loop; its engines are real processes."""
 
@@ -216,6 +233,7 @@ class RunningNode:
         config: NodeConfig,
         *,
         engine_timing: EngineTiming,
+        link_timing: LinkTiming,
         command: Callable[[tuple[str, ...]], tuple[str, ...]],
     ) -> None:
         assert config.bundle is not None
@@ -224,12 +242,12 @@ class RunningNode:
         names = config.models or ("scripted",)
         self.node, self.engines, self.links = compose(
             config,
-            Identity("n1", 7, config.home),
+            Identity("n1", 7),
             [scripted_model(name, config.bundle) for name in names],
             emit=self.lines.append,
             begun=time.monotonic(),
             engine_timing=engine_timing,
-            link_timing=LinkTiming(backoff_s=0.05, backoff_cap_s=0.2),
+            link_timing=link_timing,
             make_engine_command=command,
         )
         self.stop = StopSignals()
@@ -252,6 +270,15 @@ class RunningNode:
         pid = self.engines[engine].pid
         assert pid is not None
         return pid
+
+
+@pytest.fixture(autouse=True)
+def quiet_logs() -> Iterator[None]:
+    """Errors only; what other tests have configured comes back."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    yield
+    structlog.configure(**before)
 
 
 StartNode = Callable[..., RunningNode]
@@ -280,6 +307,7 @@ def start_node(tmp_path: Path, bundle_file: Path, script_file: Path) -> StartNod
         bundle: Path | None = None,
         command: Callable[[tuple[str, ...]], tuple[str, ...]] = engine_command,
         drain_s: float = 5.0,
+        link_timing: LinkTiming = QUICK_LINK,
     ) -> RunningNode:
         config = NodeConfig(
             gateway_urls=tuple(gateway.url for gateway in gateways),
@@ -292,6 +320,11 @@ def start_node(tmp_path: Path, bundle_file: Path, script_file: Path) -> StartNod
             drain_s=drain_s,
         )
         default = EngineTiming(up_s=30, backoff_s=0.05, backoff_cap_s=0.2, watch_s=0.05)
-        return RunningNode(config, engine_timing=timing or default, command=command)
+        return RunningNode(
+            config,
+            engine_timing=timing or default,
+            link_timing=link_timing,
+            command=command,
+        )
 
     return start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from node_agent.link import LinkTiming
 from node_agent.supervisor import EngineTiming
 from policies.contract import wire
 from tests.node_agent.conftest import (
@@ -229,6 +231,45 @@ async def test_unknown_frames_are_counted_and_do_not_cut_the_link(start_node: St
         assert gateway.links == 1
 
 
+async def test_an_engine_that_comes_up_between_hello_and_welcome_is_announced(
+    start_node: StartNode,
+) -> None:
+    gateway = FakeGateway()
+    gateway.welcome_at_once.clear()
+    async with gateway.listening(), start_node(gateway).running() as node:
+        hello = await gateway.first(wire.Hello)
+        assert hello.engines == ()
+        await until(lambda: node.node.infos(), "the engine")
+        gateway.welcome_at_once.set()
+        changed = await gateway.first(wire.EnginesChanged)
+        assert changed.engines == node.node.infos()
+
+
+async def test_a_gateway_that_does_not_read_loses_its_link_and_nothing_else(
+    start_node: StartNode,
+) -> None:
+    slow = FakeGateway()
+    slow.is_reading = False
+    timing = LinkTiming(backoff_s=0.05, backoff_cap_s=0.2, max_waiting_bytes=8 << 20)
+    async with (
+        slow.listening(),
+        FakeGateway().listening() as good,
+        start_node(slow, good, link_timing=timing).running() as node,
+    ):
+        await good.engines()
+        await until(lambda: node.links[0].is_open, "the slow link")
+        links = slow.links
+        slow.is_reading = True
+        for _ in range(24):
+            node.links[0].send(bytes(1 << 20))
+        assert node.links[0].is_open  # the cut comes from its own task
+        await until(lambda: slow.links > links, "another try")
+        await slow.first(wire.Report)
+        await good.send(submit("r"))
+        assert isinstance(await good.end(0), wire.Finished)
+        assert good.links == 1
+
+
 # --- faults --------------------------------------------------------------------------------------
 
 
@@ -336,6 +377,26 @@ async def test_a_stopped_engine_that_goes_on_is_ready_again(start_node: StartNod
         assert isinstance(await gateway.end(0), wire.Finished)
 
 
+async def test_an_agent_that_was_stopped_itself_does_not_kill_its_engine(
+    start_node: StartNode,
+) -> None:
+    timing = EngineTiming(up_s=30, silent_s=5, kill_s=20, watch_s=0.05)
+    async with (
+        FakeGateway().listening() as gateway,
+        start_node(gateway, timing=timing).running() as node,
+    ):
+        await gateway.engines()
+        await until(lambda: node.node._reports, "news; the next come a second later")
+        pid = node.pid()
+        jumped = time.monotonic() + 100  # what the clock says when SIGSTOP is over
+        node.engines[0]._clock = lambda: jumped
+        await asyncio.sleep(0.3)
+        assert node.pid() == pid
+        assert not node.engines[0].is_silent
+        await gateway.send(submit("r"))
+        assert isinstance(await gateway.end(0), wire.Finished)
+
+
 # --- drain ---------------------------------------------------------------------------------------
 
 
@@ -367,6 +428,7 @@ async def test_stopping_finishes_what_runs(start_node: StartNode) -> None:
         assert len(gateway.tokens(0)) == 30
         await until(lambda: node.is_over, "the end")
         assert node.engines[0].pid is None
+        await until(lambda: gateway.close_code == 1001, "a clean close")
 
 
 async def test_the_drain_deadline_holds(start_node: StartNode) -> None:

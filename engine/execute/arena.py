@@ -1,0 +1,57 @@
+"""The device tier's memory: one tensor of pages, a page of zeros behind them, a tag for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.store.page_codec import PageLayout
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Arena:
+    """[page][layer][K,V][kv head][token][dim]; a page is one contiguous run of bytes.
+
+    The page behind the last, null_page, stays zero: what is masked still enters sums as 0 × value
+    and must be finite. tags int64 [num_pages] holds the generation at which a page was assigned.
+    """
+
+    def __init__(self, layout: PageLayout, num_pages: int, *, device: torch.device) -> None:
+        self.layout = layout
+        self.num_pages = self.null_page = num_pages
+        self.pages = torch.zeros(
+            num_pages + 1,
+            layout.num_layers,
+            2,
+            layout.num_kv_heads,
+            layout.page_size,
+            layout.head_dim,
+            dtype=DTYPES[layout.precision],
+            device=device,
+        )
+        self.tags = torch.zeros(num_pages, dtype=torch.int64, device=device)
+
+    def assign(self, assigned: Sequence[tuple[int, int]]) -> None:
+        """(page_id, generation) pairs: from now on these pages belong to these generations."""
+        if assigned:
+            pairs = torch.tensor(assigned, device=self.tags.device)
+            self.tags.index_copy_(0, pairs[:, 0], pairs[:, 1])
+
+    def zero_tails(self, tails: Sequence[tuple[int, int]]) -> None:
+        """(page_id, first unwritten offset): what an earlier owner left there is wiped."""
+        for page_id, offset in tails:
+            self.pages[page_id, :, :, :, offset:].zero_()
+
+    def bytes_of(self, page_id: int) -> memoryview:
+        """A page's bytes, a view for an arena on the CPU and a copy otherwise."""
+        page = self.pages[page_id].view(torch.uint8).view(-1).cpu()
+        return memoryview(page.numpy())  # type: ignore[arg-type]
+
+    def load(self, page_id: int, payload: bytes | memoryview) -> None:
+        """Bytes of the same layout become the page. Raises ValueError on another length."""
+        if len(payload) != self.layout.page_bytes:
+            raise ValueError(f"payload has {len(payload)} bytes, want {self.layout.page_bytes}")
+        page = self.pages[page_id].view(torch.uint8).view(-1)
+        page.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
