@@ -31,7 +31,9 @@ from rich.table import Table
 
 from benchmarks.http_load import MARK, Answer, Load, post
 from benchmarks.scripted_nodes import MODEL, Log
+from gateway.api.chat_request import read_chat_request
 from gateway.api.sse import ChatChunks
+from gateway.config import LimitsConfig
 from gateway.nodes.bundles import Bundles
 from gateway.nodes.fleet import Fleet, FleetConfig
 from gateway.nodes.link import LinkServer
@@ -51,6 +53,7 @@ ABSENT = (
     "longest single hold of the loop (needs a probe inside the gateway)",
 )
 DEFAULT_MODEL = "smollm2-135m"
+Pair = tuple[float, float]  # must, good
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,17 @@ class Bench:
 def percentile(values: list[float], share: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def timer_lag_ms(core: int) -> tuple[float, float]:
+    """How late a 5 ms sleep on a core ends, p50 and p99: what others on this machine cost us."""
+    pin(os.getpid(), core)
+    late: list[float] = []
+    for _ in range(200):
+        began = time.monotonic()
+        time.sleep(0.005)
+        late.append((time.monotonic() - began - 0.005) * 1e3)
+    return percentile(late, 0.5), percentile(late, 0.99)
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -292,16 +306,20 @@ def conversation(turns: int, chars: int) -> list[dict[str, str]]:
     return messages
 
 
-async def turn_of_32k(bench: Bench) -> None:
-    """A conversation of 32k tokens grows by 200: text in to Submit queued, warm, median."""
-    fleet, session = local_fleet(bench)
-    messages = conversation(55, 3000)
-    root = seed(
+def root_of(bench: Bench) -> bytes:
+    return seed(
         identity=MODEL,
         tokenizer_digest=bench.text.tokenizer_digest,
         page_size=bench.text.page_size,
         salt=SALT,
     )
+
+
+async def turn_of_32k(bench: Bench) -> None:
+    """A conversation of 32k tokens grows by 200: text in to Submit queued, warm, median."""
+    fleet, session = local_fleet(bench)
+    messages = conversation(55, 3000)
+    root = root_of(bench)
     spans: list[float] = []
     tokens = 0
     for turn in range(12 if bench.quick else 40):
@@ -316,6 +334,26 @@ async def turn_of_32k(bench: Bench) -> None:
         session.outbox.pop()
         stream.abort()
     bench.add(f"turn of {tokens // 1000}k tokens, 200 new", percentile(spans[2:], 0.5), 3, 1, "ms")
+
+
+async def own_parts(bench: Bench, name: str, chars: int, messages: int, budget: Pair) -> None:
+    """A warm request from body to Submit queued: decode, text, page keys, routing; median CPU."""
+    fleet, session = local_fleet(bench)
+    data = json.dumps(
+        {"model": MODEL, "messages": conversation(messages, chars // messages), "max_tokens": 40}
+    ).encode()
+    root = root_of(bench)
+    spans: list[float] = []
+    for number in range(200 if bench.quick else 1000):
+        began = time.process_time()
+        request = read_chat_request(data, LimitsConfig())
+        prompt = await bench.text.chat_prompt(request.messages)
+        keys = bench.text.page_keys(root, prompt)
+        stream = fleet.dispatch(dispatch_of(number, prompt, keys))
+        spans.append((time.process_time() - began) * 1e6)
+        session.outbox.pop()
+        stream.abort()
+    bench.add(f"own parts of a warm {name} request", percentile(spans[5:], 0.5), *budget, "µs")
 
 
 # --- the link alone -------------------------------------------------------------------------------
@@ -436,10 +474,10 @@ def streaming(bench: Bench, streams: int, rate: int) -> None:
 class StreamBudget:
     """(must, good) of each figure."""
 
-    p50: tuple[float, float]
-    p99: tuple[float, float]
-    share: tuple[float, float] | None = None
-    token_us: tuple[float, float] | None = None
+    p50: Pair
+    p99: Pair
+    share: Pair | None = None
+    token_us: Pair | None = None
 
 
 STREAM_BUDGETS = {
@@ -604,6 +642,9 @@ def main() -> None:
         bench = Bench(options.quick, Path(folder), encoded, text, mark_id, [])
         parts = {
             "own work": lambda: own_work_per_token(bench),
+            "parts 1 KB": lambda: uvloop.run(own_parts(bench, "1 KB", 1_000, 2, (80, 40))),
+            "parts 8 KB": lambda: uvloop.run(own_parts(bench, "8 KB", 8_000, 8, (150, 70))),
+            "parts 120 KB": lambda: uvloop.run(own_parts(bench, "120 KB", 120_000, 32, (500, 200))),
             "turn": lambda: uvloop.run(turn_of_32k(bench)),
             "frame in": lambda: uvloop.run(frame_in(bench)),
             "silent": lambda: uvloop.run(silent_node(bench)),
@@ -615,6 +656,9 @@ def main() -> None:
             "close": lambda: close_to_abort(bench),
             "memory": lambda: memory(bench),
         }
+        for what, core in (("gateway's", GATEWAY_CORE), ("nodes' and client's", OTHER_CORE)):
+            p50, p99 = timer_lag_ms(core)
+            print(f"machine: a 5 ms sleep on the {what} core ends {p50:.1f} ms late, p99 {p99:.1f}")
         whole_gateway_from = list(parts).index("streaming 64")
         for number, (name, part) in enumerate(parts.items()):
             if options.only is None or options.only in name:

@@ -72,12 +72,12 @@ def emit(line: dict[str, object]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """2: a setting is wrong; 1: it could not start or end cleanly; 0: drained."""
     options = vars(parser().parse_args(arguments))
-    log_to_stderr()
     try:
         loaded = load(
             options["config"],
             flags={setting: options[flag] for flag, setting in FLAGS.items()},
         )
+        log_to_stderr()
         uvloop.run(run(loaded.config, api_keys=tuple(options["api_key"]), emit=emit))
     except (ConfigError, KeyRefused, PriceError) as error:
         sys.stderr.write(f"kagari gateway: {error}\n")

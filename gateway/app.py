@@ -168,6 +168,7 @@ async def run(config: GatewayConfig, *, api_keys: tuple[str, ...], emit: Emit) -
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
+    loop.set_exception_handler(_log_loop_error)
     began = time.monotonic()
     work = asyncio.current_task()
     assert work is not None
@@ -196,6 +197,15 @@ async def run(config: GatewayConfig, *, api_keys: tuple[str, ...], emit: Emit) -
 async def _cancel_on_second(signals: asyncio.Queue[int], work: asyncio.Task[object]) -> None:
     await signals.get()
     work.cancel()
+
+
+def _log_loop_error(_loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+    """What a callback raised, as a log line. A connection that the drain cut is no error."""
+    error = context.get("exception")
+    if isinstance(error, asyncio.CancelledError):
+        return
+    log = structlog.get_logger("kagari.gateway")
+    log.error("loop_error", what=str(context.get("message")), error=repr(error))
 
 
 def _secret(path: str | None) -> str | None:

@@ -15,6 +15,7 @@ from gateway.api.body import ClientLeft, read_body, refuse
 from gateway.api.connected import while_connected
 from gateway.api.exchange import Exchange, clean_client_id, new_request_id
 from gateway.api.keys import check_operator, client_key
+from gateway.api.sse import error_event
 from gateway.errors import GatewayError
 from gateway.routes import Route, find_route
 from gateway.services import Services
@@ -53,8 +54,7 @@ class Application:
             if error is not None:
                 self.services.metrics.count("kagari_errors", code=error.code)
                 exchange.notes["error"] = error.code
-                if exchange.status is None:
-                    await self._reply(exchange, error)
+                await self._reply(exchange, error)
         except ClientLeft:
             return
         finally:
@@ -79,6 +79,8 @@ class Application:
     async def _prepare(self, route: Route, exchange: Exchange) -> None:
         """The caller first, then the body: strangers do not get to upload."""
         services = self.services
+        if services.draining.is_set() and route.role == "client":
+            raise GatewayError("draining", remedy="send it again", retry_after_s=1.0)
         if route.role == "client":
             exchange.key = client_key(exchange, services.keys)
             exchange.notes.update(tenant=exchange.key.tenant, key_id=exchange.key.key_id)
@@ -93,10 +95,15 @@ class Application:
         )
 
     async def _reply(self, exchange: Exchange, error: GatewayError) -> None:
+        """Before the first byte a status; after it, all that is left is the stream's last event."""
+        if exchange.ending:
+            return
         stall_s = self.services.config.stream.send_stall_s
         try:
             async with asyncio.timeout(stall_s):
-                if exchange.body_done:
+                if exchange.status is not None:
+                    await exchange.end(error_event(error.body(exchange.request_id)))
+                elif exchange.body_done:
                     await exchange.reply_error(error)
                 else:
                     await refuse(exchange, error)

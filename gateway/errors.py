@@ -162,7 +162,7 @@ _KINDS = (
         "server_error", 500, 5000, "server_error", True, "A fault of ours that has no better name."
     ),
     ErrorKind(
-        "engine_failed",
+        "engine_error",
         502,
         5000,
         "server_error",
@@ -170,7 +170,7 @@ _KINDS = (
         "The engine that ran the request ended or broke it off.",
     ),
     ErrorKind(
-        "page_corrupt",
+        "page_integrity",
         502,
         5000,
         "server_error",
@@ -297,13 +297,28 @@ def sentence(kind: ErrorKind, field: str | None, found: str, allowed: str, remed
     return text + "."
 
 
+# Names that engines and agents use between themselves, and what a client is told instead.
+CLIENT_CODE = {
+    "engine_full": "capacity_exceeded",
+    "node_draining": "no_node",
+    "pool_too_small": "context_length_exceeded",
+}
+
+
 def fault(code: str) -> GatewayError:
-    """An engine's or node's failure by its name; a name we do not know is engine_failed.
+    """An engine's or node's failure by its name; a name we do not know is engine_error.
 
     The node's own words are not passed on: they may hold paths or addresses of the node.
     """
-    remedy = "send the request again; nothing of it was billed"
-    return GatewayError(code if code in KINDS else "engine_failed", remedy=remedy)
+    told = CLIENT_CODE.get(code, code)
+    kind = KINDS.get(told, KINDS["engine_error"])
+    return GatewayError(
+        kind.code,
+        remedy="send the request again; nothing of it was billed"
+        if kind.should_retry
+        else f"see docs/errors.md#{kind.code}",
+        retry_after_s=1.0 if kind.status in (429, 503) else None,
+    )
 
 
 def quote(value: str, limit: int = 80) -> str:

@@ -91,7 +91,7 @@ class Metrics:
 
 
 _SECRET_NAME = re.compile(r"authorization|api[_-]?key|token$|secret|password|cookie", re.I)
-_SECRET_TEXT = re.compile(r"(?i)(bearer\s+\S+|\bsk-[\w-]{8,}|\bkg_[\w-]{8,}|\bkagari_[\w-]{8,})")
+_SECRET_TEXT = re.compile(r"(?i)(bearer\s+\S+|\b(?:sk|kg)-[\w-]{8,})")
 REDACTED = "[redacted]"
 
 

@@ -34,7 +34,7 @@ class Shed:
     retry_after_s: float
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Ticket:
     """One admitted request; its reservation grows once, when the prompt's length is known."""
 

@@ -45,7 +45,7 @@ class Exchange:
         assert self.status is None, "an answer has one head"
         self.status = status
         encoded = [
-            (name.encode("latin-1"), value.encode("latin-1"))
+            (name.encode("ascii"), header_value(value))
             for name, value in (*headers, *self.common_headers)
         ]
         encoded.append((b"x-request-id", self.request_id.encode()))
@@ -77,6 +77,13 @@ class Exchange:
 
     async def reply_error(self, error: GatewayError) -> None:
         await self.reply(error.status, error.body(self.request_id), headers=error.headers())
+
+
+def header_value(value: str) -> bytes:
+    """A header holds printable ASCII; a node's or a region's name may be anything."""
+    if value.isascii() and value.isprintable():
+        return value.encode()
+    return "".join(c if c.isascii() and c.isprintable() else "?" for c in value).encode()
 
 
 def new_request_id() -> str:

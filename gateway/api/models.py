@@ -7,6 +7,7 @@ from gateway.errors import GatewayError, near, quote
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.views import ServedModel
 from gateway.services import Services
+from policies.contract.wire import EngineInfo
 
 CREATED = 1_704_067_200  # the field is required and has no meaning here: a constant
 
@@ -46,10 +47,15 @@ def find_model(fleet: Fleet, name: str) -> ServedModel:
     )
 
 
+def window_of(info: EngineInfo) -> int:
+    """The limit in force, in tokens: the model's context, or a node's smaller pool."""
+    return min(info.context_tokens, info.num_pages * info.page_size)
+
+
 def _fields(services: Services, model: ServedModel) -> dict[str, object]:
     """The window is told under every name that clients look for it by."""
     info = model.info
-    window = info.context_tokens
+    window = window_of(info)
     rates = services.prices.rates(model.alias_of or model.name)
     return {
         "id": model.name,

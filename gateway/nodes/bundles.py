@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from gateway.nodes.memory import release_free_memory
 from policies.contract.bundle import Bundle, bundle_digest, decode_bundle
 from policies.contract.wire import BUNDLE_PART_BYTES, BundlePart
 
@@ -125,6 +126,7 @@ class Bundles:
             assert self._directory is not None
             encoded = (self._directory / digest).read_bytes()
         text = self._load(decode_bundle(encoded))
+        release_free_memory()
         if self._directory is not None and digest not in self._on_disk:
             self._directory.mkdir(parents=True, exist_ok=True)
             part = self._directory / f"{digest}.part"

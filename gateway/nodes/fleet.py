@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.resources import files
 
@@ -17,8 +17,13 @@ import structlog
 
 from gateway.nodes.bundles import Assembly, BundleError, Bundles, is_digest
 from gateway.nodes.engines import Engine
+from gateway.nodes.greeting import find_problem, refuse_hello
 from gateway.nodes.node import LOST_AFTER_S, SUSPECT_AFTER_S, Node
 from gateway.nodes.outbox import OUTBOX_BYTES, Outbox
+from gateway.nodes.placement import NoCapacity as NoCapacity  # what dispatch raises is ours too
+from gateway.nodes.placement import NoNode as NoNode
+from gateway.nodes.placement import Placement
+from gateway.nodes.served import ServedModels
 from gateway.nodes.session import Session
 from gateway.nodes.streams import Dispatch, Flow, Stream
 from gateway.nodes.views import EngineView, NodeView, ServedModel
@@ -26,11 +31,11 @@ from policies.contract import wire
 from policies.contract.wire import (
     BundlePart,
     Draining,
+    EngineInfo,
     EnginesChanged,
     Failed,
     Finished,
     Hello,
-    NodeState,
     PageEvents,
     Refused,
     Report,
@@ -38,21 +43,8 @@ from policies.contract.wire import (
     UsageRecord,
     Welcome,
 )
-from policies.homes import Homes
 from policies.residency import event_keys
-from policies.routing import (
-    Candidate,
-    Decision,
-    RoutingParameters,
-    RoutingPolicy,
-    Wanted,
-    filter_candidates,
-    parse_parameters,
-    pick,
-    pick_in_turn,
-    retry_after_s,
-    score,
-)
+from policies.routing import RoutingParameters, RoutingPolicy, parse_parameters
 
 log = structlog.get_logger("kagari.nodes")
 
@@ -62,23 +54,6 @@ FORGET_AFTER_S = 600.0
 TICK_S = 0.05
 MAX_TICK_GAP_S = 1.0
 RETRYABLE = frozenset({"node_draining", "engine_lost", "engine_full"})  # faults of the place
-
-
-class NoNode(Exception):
-    """No node serves the model now."""
-
-    def __init__(self, model: str) -> None:
-        super().__init__(f"no node serves {model!r} now")
-        self.model = model
-
-
-class NoCapacity(Exception):
-    """Every node that serves the model is full; try again after retry_after_s."""
-
-    def __init__(self, model: str, retry_after_s: float) -> None:
-        super().__init__(f"every node that serves {model!r} is full")
-        self.model = model
-        self.retry_after_s = retry_after_s
 
 
 class UnknownNode(LookupError):
@@ -123,63 +98,27 @@ class Fleet:
         self._clock = clock
         self._on_usage_record = on_usage_record
         self._node_by_id: dict[str, Node] = {}
-        self._model_names: dict[str, None] = {}  # in the order they first joined
+        self._served = ServedModels(self._node_by_id, bundles, self.config.default_models)
+        self._placement = Placement(
+            self._node_by_id,
+            self._served,
+            self.config.policy,
+            self.config.parameters,
+            self.config.max_in_flight,
+        )
         self._known_requests: OrderedDict[str, None] = OrderedDict()
-        parameters = self.config.parameters
-        self._homes = Homes(parameters.max_homes, parameters.home_idle_s)
         self._orphans: deque[Flow] = deque()
-        self._turn = 0
         self._ticked_at = clock()
 
     # --- what is served ---------------------------------------------------------------------------
 
     def models(self) -> list[ServedModel]:
         """What can be served now: configured defaults first, then as joined, aliases last."""
-        served = [model for name in self._ordered_names() if (model := self._served(name))]
-        names = {model.name for model in served}
-        aliases: dict[str, ServedModel] = {}
-        for model in served:
-            for alias in model.info.aliases:
-                if alias not in names and alias not in aliases:
-                    aliases[alias] = ServedModel(
-                        alias, model.info, model.text, model.nodes, alias_of=model.name
-                    )
-        return served + list(aliases.values())
+        return self._served.all()
 
     def model(self, name: str) -> ServedModel | None:
         """One model by its name or alias, None when it cannot be served now."""
-        return self._served(name) or next(
-            (model for model in self.models() if model.name == name), None
-        )
-
-    def _ordered_names(self) -> list[str]:
-        first = [name for name in self.config.default_models if name in self._model_names]
-        return list(dict.fromkeys([*first, *self._model_names]))
-
-    def _served(self, name: str) -> ServedModel | None:
-        first: Engine | None = None
-        nodes = 0
-        for node in self._node_by_id.values():
-            if self._state(node) != "ready":
-                continue
-            for engine in node.engine_by_index.values():
-                if engine.info.model != name or not self._servable(engine):
-                    continue
-                first = first or engine
-                nodes += engine.info.bundle_digest == first.info.bundle_digest
-        if first is None:
-            return None
-        text = self.bundles.text(first.info.bundle_digest)
-        assert text is not None  # _servable
-        return ServedModel(name, first.info, text, nodes, alias_of=None)
-
-    def _servable(self, engine: Engine) -> bool:
-        return engine.ready and self.bundles.text(engine.info.bundle_digest) is not None
-
-    def _state(self, node: Node) -> NodeState:
-        return node.state(
-            servable=any(self._servable(engine) for engine in node.engine_by_index.values())
-        )
+        return self._served.find(name)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -187,8 +126,7 @@ class Fleet:
         """Choose a node and submit. Raises NoNode or NoCapacity; then nothing was changed."""
         now = self._clock()
         flow = Flow(dispatch, event_keys(dispatch.page_keys), now + dispatch.deadline_s)
-        if dispatch.affinity_key is not None:
-            flow.home = self._homes.find(dispatch.affinity_key, now)
+        self._placement.find_home(flow, now)
         self._place(flow, now)
         self._known_requests[dispatch.request_id] = None
         if len(self._known_requests) > MAX_KNOWN_REQUESTS:
@@ -196,8 +134,7 @@ class Fleet:
         return Stream(flow, self)
 
     def _place(self, flow: Flow, now: float) -> None:
-        dispatch = flow.dispatch
-        decision = self._decide(flow)
+        decision = self._placement.decide(flow)
         chosen = decision.chosen.candidate
         node = self._node_by_id[chosen.node_id]
         engine = node.engine_by_index[chosen.engine]
@@ -208,64 +145,7 @@ class Fleet:
         flow.cached_tokens = None
         engine.credit(flow, decision.chosen.uncached_tokens)
         node.session.submit(flow, chosen.engine, flow.deadline - now)
-        if dispatch.affinity_key is not None:
-            self._homes.settle(dispatch.affinity_key, node.node_id, now)
-
-    def _decide(self, flow: Flow) -> Decision:
-        dispatch = flow.dispatch
-        served = self.model(dispatch.model)
-        if served is None:
-            raise NoNode(dispatch.model)
-        digest = served.info.bundle_digest  # other nodes would read other text from our ids
-        engines: dict[tuple[str, int], Engine] = {}
-        candidates: list[Candidate] = []
-        for node, engine in self._engines():
-            if engine.info.model == served.info.model and engine.info.bundle_digest == digest:
-                candidates.append(self._candidate(node, engine, node.node_id in flow.tried))
-                engines[node.node_id, engine.info.engine] = engine
-        kept, rejected = filter_candidates(candidates)
-        if not kept:
-            routable = [one for one in candidates if one.state == "ready" and one.engine_ready]
-            raise NoCapacity(dispatch.model, retry_after_s(routable, self.config.parameters))
-        wanted = Wanted(
-            prompt_tokens=len(dispatch.prompt),
-            hash_key=dispatch.affinity_key or _prompt_key(flow),
-            home=flow.home,
-            has_affinity_key=dispatch.affinity_key is not None,
-        )
-        if self.config.policy is RoutingPolicy.ROUND_ROBIN:
-            self._turn += 1
-            return pick_in_turn(kept, wanted, rejected, self._turn - 1)
-
-        page_size = served.info.page_size
-        most = max(0, wanted.prompt_tokens - 1) // page_size * page_size
-
-        def hit_tokens(candidate: Candidate) -> int:
-            engine = engines[candidate.node_id, candidate.engine]
-            return min(most, engine.residency.hit_pages(flow.keys) * page_size)
-
-        scored = score(kept, wanted, hit_tokens, self.config.parameters)
-        return pick(scored, wanted, rejected, self.config.parameters)
-
-    def _candidate(self, node: Node, engine: Engine, tried: bool) -> Candidate:
-        session = node.session
-        return Candidate(
-            node_id=node.node_id,
-            engine=engine.info.engine,
-            state=self._state(node),
-            engine_ready=self._servable(engine),
-            tried=tried,
-            in_flight=session.in_flight if session is not None else 0,
-            max_in_flight=self.config.max_in_flight,
-            overloaded=session is not None and not session.outbox.has_room(),
-            backlog_tokens=engine.backlog_tokens,
-            tokens_per_s=engine.tokens_per_s,
-        )
-
-    def _engines(self) -> Iterator[tuple[Node, Engine]]:
-        for node in self._node_by_id.values():
-            for engine in node.engine_by_index.values():
-                yield node, engine
+        self._placement.settle_home(flow, node.node_id, now)
 
     def abort(self, flow: Flow) -> None:
         """Stream.abort."""
@@ -318,7 +198,7 @@ class Fleet:
 
     def attach(self, hello: Hello) -> Session | Refused:
         """A node's first frame: the session it speaks on from now on, with Welcome queued."""
-        refused = _refuse_version(hello) or self._refuse_epoch(hello)
+        refused = refuse_hello(hello) or self._refuse_epoch(hello)
         if refused is not None:
             log.warning("node_refused", node=hello.node_id, code=refused.code)
             return refused
@@ -329,6 +209,7 @@ class Fleet:
         outbox = Outbox(self.config.outbox_bytes)
         session = Session(node_id=hello.node_id, opened_at=now, outbox=outbox)
         node.join(hello, session, now)
+        self._served.forget()
         self._welcome(node, session)
         if node.drained_by_operator:
             outbox.send_urgent(wire.encode(wire.Drain(True)))
@@ -349,7 +230,7 @@ class Fleet:
         """Say which bundles we lack; the node follows with snapshots of its pages."""
         digests: list[str] = []
         for engine in node.engine_by_index.values():
-            self._model_names.setdefault(engine.info.model)
+            self._served.note(engine.info.model)
             if is_digest(engine.info.bundle_digest):
                 digests.append(engine.info.bundle_digest)
         wanted = self.bundles.missing(digests)
@@ -364,6 +245,7 @@ class Fleet:
         if node is None or node.session is not session:
             return
         now = self._clock()
+        self._served.forget()
         node.session = None
         node.detached_at = now
         session.outbox.close(1001, why)
@@ -382,9 +264,14 @@ class Fleet:
         except (msgspec.MsgspecError, TypeError):
             self._skip(session)
             return
+        if isinstance(message, Step):
+            self._on_step(node, session, message)
+        else:
+            self._on_rare(node, session, message)
+
+    def _on_rare(self, node: Node, session: Session, message: wire.NodeToGateway) -> None:
+        self._served.forget()
         match message:
-            case Step():
-                self._on_step(node, session, message)
             case PageEvents():
                 engine = node.engine_by_index.get(message.engine)
                 if engine is not None:
@@ -398,11 +285,10 @@ class Fleet:
             case BundlePart():
                 self._on_bundle_part(node, session, message)
             case EnginesChanged(engines):
-                node.set_engines(engines)
-                self._welcome(node, session)
+                self._on_engines_changed(node, session, engines)
             case Draining():
                 node.draining_itself = True
-            case Hello():
+            case _:  # a second Hello
                 self._skip(session)
 
     def _skip(self, session: Session) -> None:
@@ -438,6 +324,17 @@ class Fleet:
                         self._fault(flow, code, message, self._clock())
                     elif flow is not None:
                         self._end(flow, rare)
+
+    def _on_engines_changed(
+        self, node: Node, session: Session, engines: tuple[EngineInfo, ...]
+    ) -> None:
+        problem = find_problem(engines)
+        if problem is not None:
+            self._skip(session)
+            log.error("engines_refused", node=node.node_id, problem=problem)
+            return
+        node.set_engines(engines)
+        self._welcome(node, session)
 
     def _on_page_events(self, engine: Engine, session: Session, frame: PageEvents) -> None:
         lost = engine.residency.apply(frame)
@@ -477,6 +374,7 @@ class Fleet:
     def tick(self) -> None:
         """Do what is due: suspect and lose silent nodes, send acknowledgements, drop orphans."""
         now = self._clock()
+        self._served.forget()  # a bundle may have been loaded
         slept = now - self._ticked_at - TICK_S
         self._ticked_at = now
         for node in list(self._node_by_id.values()):
@@ -498,6 +396,7 @@ class Fleet:
             self.detach(session, f"no report for {silent_s:.1f} s")
         elif silent_s >= SUSPECT_AFTER_S and not node.suspect:
             node.suspect = True
+            self._served.forget()
             log.warning("node_suspect", node=node.node_id)
 
     # --- operators --------------------------------------------------------------------------------
@@ -509,6 +408,7 @@ class Fleet:
             known = ", ".join(self._node_by_id) or "none"
             raise UnknownNode(f"node_id is {node_id!r}, known are: {known}")
         node.drained_by_operator = drain
+        self._served.forget()
         if node.session is not None:
             node.session.outbox.send_urgent(wire.encode(wire.Drain(drain)))
 
@@ -521,7 +421,7 @@ class Fleet:
         session = node.session
         return NodeView(
             node_id=node.node_id,
-            state=self._state(node),
+            state=self._served.state(node),
             role=node.role,
             epoch=node.epoch,
             software=node.software,
@@ -546,20 +446,3 @@ class Fleet:
             resident_pages=len(engine.residency),
             event_gaps=engine.residency.gaps,
         )
-
-
-def _refuse_version(hello: Hello) -> Refused | None:
-    if hello.version >= wire.MIN_WIRE_VERSION and hello.min_version <= wire.WIRE_VERSION:
-        return None
-    return Refused(
-        "wire_version",
-        f"the node speaks wire versions {hello.min_version} to {hello.version}, this gateway"
-        f" {wire.MIN_WIRE_VERSION} to {wire.WIRE_VERSION}; upgrade the older one",
-    )
-
-
-def _prompt_key(flow: Flow) -> bytes:
-    """Prompts that begin alike share a node; those under a page are spread by request."""
-    if flow.keys:
-        return flow.keys[-1]
-    return flow.dispatch.request_id.encode()

@@ -7,8 +7,8 @@ All others use the library's DecodeStream. With both, any chunking of a stream g
 
 from __future__ import annotations
 
-import codecs
 import random
+from codecs import utf_8_decode
 from collections.abc import Container, Iterable, Sequence
 from typing import Protocol
 
@@ -113,33 +113,35 @@ class ByteStream:
     def __init__(self, tables: ByteTables) -> None:
         self._texts = tables.texts
         self._partial = tables.partial
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._is_pending = False
+        self._pending = b""  # the beginning of a character
 
     def push(self, tokens: Sequence[int]) -> str:
+        if self._pending:
+            return self._push_bytes(tokens)
         texts = self._texts
-        if not self._is_pending:
-            try:
-                return "".join([texts[token] for token in tokens])  # type: ignore[misc]
-            except (TypeError, IndexError):  # a token that is no whole text, or no token
-                return self._push_slowly(tokens)
-        return self._push_slowly(tokens)
+        try:
+            if len(tokens) == 1:
+                text = texts[tokens[0]]
+                return self._push_bytes(tokens) if text is None else text
+            return "".join([texts[token] for token in tokens])  # type: ignore[misc]
+        except (TypeError, IndexError):  # a token that is no whole text, or none of ours
+            return self._push_bytes(tokens)
 
-    def _push_slowly(self, tokens: Sequence[int]) -> str:
-        pieces: list[str] = []
+    def _push_bytes(self, tokens: Sequence[int]) -> str:
+        texts, partial = self._texts, self._partial
+        raw = [self._pending]
         for token in tokens:
-            text = self._texts[token] if 0 <= token < len(self._texts) else ""
-            if text is not None and not self._is_pending:
-                pieces.append(text)
-                continue
-            raw = self._partial[token] if text is None else text.encode()
-            pieces.append(self._utf8.decode(raw))
-            self._is_pending = bool(self._utf8.getstate()[0])
-        return "".join(pieces)
+            text = texts[token] if 0 <= token < len(texts) else ""
+            raw.append(partial[token] if text is None else text.encode())
+        data = b"".join(raw)
+        decoded, num_bytes = utf_8_decode(data, "replace", False)
+        self._pending = data[num_bytes:]
+        return decoded
 
     def flush(self) -> str:
-        self._is_pending = False
-        return self._utf8.decode(b"", final=True)
+        decoded, _ = utf_8_decode(self._pending, "replace", True)
+        self._pending = b""
+        return decoded
 
 
 class LibraryStream:

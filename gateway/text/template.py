@@ -27,6 +27,7 @@ from gateway.text.guard import MARK
 MAX_SOURCE_CHARS = 1 << 20
 MAX_CHARS = 16 << 20  # of the output, and of any text a template makes on the way
 MAX_STEPS = 250_000  # of all loops of one rendering together, and items of any list
+MAX_INDENT = 16
 SEARCH_METHODS = {"split", "rsplit", "partition", "rpartition", "startswith", "endswith", "find"}
 PADDING = {"center", "ljust", "rjust", "zfill", "expandtabs"}
 WIDE = re.compile(r"\d{4}|\*|\{[^}]*\{")  # a width of thousands, or one given as an argument
@@ -63,7 +64,7 @@ class ChatTemplate:
             self._template = jinja2.Template.from_code(
                 self._environment, code, self._environment.make_globals(None)
             )
-        except (jinja2.TemplateError, RecursionError, MemoryError) as error:
+        except Exception as error:  # the compiler meets programs that nobody has checked
             self.fault = str(error)
 
     def render(self, messages: Sequence[Mapping[str, object]]) -> str:
@@ -127,15 +128,18 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._steps_left = MAX_STEPS
 
     @jinja2.pass_context  # or the compiler would fold the call away
-    def _step(self, _context: object, num_steps: int) -> None:
-        self._steps_left -= num_steps
-        if self._steps_left < 0:
-            raise SecurityError(f"its loops take more than {MAX_STEPS} steps")
+    def _step(self, _context: object, _value: object) -> None:
+        self._spend(1)
 
     def _range(self, *bounds: int) -> range:
         numbers = range(*bounds)
-        self._step(None, min(len(numbers), MAX_STEPS + 1))
+        self._spend(len(numbers))
         return numbers
+
+    def _spend(self, num_steps: int) -> None:
+        self._steps_left -= num_steps
+        if self._steps_left < 0:
+            raise SecurityError(f"its loops take more than {MAX_STEPS} steps")
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
@@ -176,7 +180,7 @@ def _put_on_budget(tree: nodes.Template) -> None:
     blocks += tree.find_all(nodes.For)
     blocks += tree.find_all(nodes.Macro)
     for block in blocks:
-        block.body.insert(0, nodes.ExprStmt(_filter(nodes.Const(1), "step", tree), lineno=1))
+        block.body.insert(0, nodes.ExprStmt(_filter(nodes.Const(None), "step", tree), lineno=1))
     for assignment in list(tree.find_all(nodes.Assign)):
         assignment.node = _filter(assignment.node, "bounded", tree)
 
@@ -234,11 +238,14 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Compatible with the tojson of Hugging Face templates: `<` stays `<`."""
-    return json.dumps(
+    """Compatible with the tojson of Hugging Face templates: `<` stays `<`, and a mark a mark."""
+    if indent is not None and indent > MAX_INDENT:
+        raise SecurityError(f"tojson takes an indent of at most {MAX_INDENT}")
+    text = json.dumps(
         value,
         ensure_ascii=ensure_ascii,
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
     )
+    return text.replace(json.dumps(MARK)[1:-1], MARK) if ensure_ascii else text

@@ -45,7 +45,7 @@ def test_a_stage_is_shown_with_its_seconds_and_not_as_markup() -> None:
     [
         (b'{"event":"engine_loading","stage":"weights","share":0.25}', "weights 25%"),
         (b'{"event":"engine_loading","stage":"open"}', "open"),
-        (b'{"event":"engine_failed","message":"no memory"}', None),
+        (b'{"event":"engine_error","message":"no memory"}', None),
         (b"Killed", None),
     ],
 )

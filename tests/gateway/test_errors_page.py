@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.errors import KINDS, GatewayError, fault, near, quote
+from gateway.errors import CLIENT_CODE, KINDS, GatewayError, fault, near, quote
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "errors.md").read_text()
 
@@ -24,7 +24,8 @@ def test_row_of_the_page_equals_the_table(code) -> None:
     row = f"| [`{code}`](#{code}) | {kind.status} | {kind.number} | {kind.type} | {retry} |"
     assert row in PAGE
     section = PAGE.split(f"\n## {code}\n")[1].split("\n## ")[0]
-    assert kind.summary in section and "*Remedy:*" in section
+    assert kind.summary in section
+    assert "*Remedy:*" in section
 
 
 def test_workers_ai_numbers_go_with_their_meaning() -> None:
@@ -51,18 +52,25 @@ def test_message_is_one_sentence_of_the_four_parts() -> None:
     )
     body = msgspec.json.decode(error.body("r1"))["error"]
     assert all(part in body["message"] for part in ("top_p", "7", "0 to 1", "lower it"))
-    assert body["message"].endswith(".") and "\n" not in body["message"]
+    assert body["message"].endswith(".")
+    assert "\n" not in body["message"]
     assert (body["param"], body["found"], body["allowed"]) == ("top_p", "7", "0 to 1")
 
 
 def test_unknown_fault_has_a_name_of_ours() -> None:
     assert fault("node_lost").code == "node_lost"
-    assert fault("something_else").code == "engine_failed"
+    assert fault("something_else").code == "engine_error"
+    full = fault("engine_full")
+    assert (full.code, full.kind.number) == ("capacity_exceeded", 3040)
+    assert dict(full.headers())["retry-after-ms"] == "1000"
+    assert set(CLIENT_CODE.values()) <= set(KINDS)
 
 
 def test_quoted_input_is_short_and_printable() -> None:
     shown = quote("a\x00b\n" + "c" * 500)
-    assert len(shown) < 90 and "\x00" not in shown and "\n" not in shown
+    assert len(shown) < 90
+    assert "\x00" not in shown
+    assert "\n" not in shown
 
 
 def test_near_names_are_bounded() -> None:

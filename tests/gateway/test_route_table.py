@@ -40,7 +40,9 @@ def test_model_names_may_hold_slashes() -> None:
     assert parameters == {"model": "@cf/meta/llama"}
 
 
-@pytest.mark.parametrize("path", ["/v1/models/", "/v1", "", "/V1/models", "/v1/models\n", "//v1/models"])
+@pytest.mark.parametrize(
+    "path", ["/v1/models/", "/v1", "", "/V1/models", "/v1/models\n", "//v1/models"]
+)
 def test_near_misses_are_not_routes(path) -> None:
     with pytest.raises(GatewayError) as caught:
         find_route(PUBLIC_ROUTES, path, "GET")

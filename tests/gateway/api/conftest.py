@@ -34,7 +34,8 @@ OTHER_KEY = "other-key-0123456789abcd"
 def _load_node_module() -> ModuleType:
     path = Path(__file__).with_name("scripted_node.py")
     spec = importlib.util.spec_from_file_location("scripted_node", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["scripted_node"] = module
     spec.loader.exec_module(module)
@@ -104,7 +105,7 @@ class RunningGateway:
         return [json.loads(line) for line in self.log.getvalue().splitlines()]
 
     def wait_idle(self, seconds: float = 5.0) -> None:
-        """Nothing admitted, nothing reserved, no row open, no lane in use; else say what is left."""
+        """Nothing admitted or reserved, no row open, no lane in use; else say what is left."""
         deadline = time.monotonic() + seconds
         while True:
             left = self.call(self._left)
@@ -125,6 +126,12 @@ class RunningGateway:
             "node_in_flight": sum(node.in_flight for node in services.fleet.nodes()),
             "node_tasks": sum(len(node.tasks) for node in self.nodes.values()),
         }
+
+
+async def _nodes_ready(services: Services, count: int) -> None:
+    async with asyncio.timeout(15):
+        while [n.state for n in services.fleet.nodes()].count("ready") < count:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 @contextmanager
@@ -150,13 +157,10 @@ def start_gateway(
                 made[node.node_id] = node
             async with running(services) as addresses:
                 tasks = [
-                    asyncio.create_task(
-                        node.run(addresses.link_url, services.home.join_token)
-                    )
+                    asyncio.create_task(node.run(addresses.link_url, services.home.join_token))
                     for node in made.values()
                 ]
-                while len([n for n in services.fleet.nodes() if n.state == "ready"]) < nodes:
-                    await asyncio.sleep(0.01)
+                await _nodes_ready(services, nodes)
                 ready.append(
                     RunningGateway(
                         services,

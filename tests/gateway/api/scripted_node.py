@@ -1,8 +1,8 @@
 """A node that does what the last user message tells it, over the real link, with a tiny tokenizer.
 
-The message may be JSON: {"say": text, "delay_s": before each step, "first_s": before the first,
-"step": tokens a frame, "fail_after": tokens, "fail": code, "cut_after": tokens}. Anything else is
-answered with "ok". A token is a byte, so counts are easy to foretell.
+The message may be JSON: {"say": text, "times": n, "delay_s": before each step, "first_s": before
+the first, "step": tokens a frame, "fail_after": tokens, "fail": code, "cut_after": tokens}.
+Anything else is answered with "ok". A token is a byte, so counts are easy to foretell.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ def _tokenizer_json() -> bytes:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
-        [AddedToken(text, special=True, normalized=False) for text in ("<|im_start|>", "<|im_end|>")]
+        [
+            AddedToken(text, special=True, normalized=False)
+            for text in ("<|im_start|>", "<|im_end|>")
+        ]
     )
     return tokenizer.to_str().encode()
 
@@ -200,7 +203,8 @@ class ScriptedNode:
         if script.get("fail") and not script.get("fail_after"):
             await self._fail(socket, lane, served, str(script["fail"]))
             return
-        tokens = ids_of(str(script.get("say", "ok")))[: served.submit.sampling.max_tokens]
+        said = str(script.get("say", "ok")) * int(script.get("times", 1))
+        tokens = ids_of(said)[: served.submit.sampling.max_tokens]
         started: list[wire.Rare] = [wire.Started(lane, cached)]
         step = int(script.get("step", 1))
         for at in range(0, len(tokens), step):
@@ -225,9 +229,7 @@ class ScriptedNode:
         rare = [*started, wire.Finished(lane, reason, usage)]
         await socket.send(wire.encode(wire.Step(engine, 0, [], [], rare)))
 
-    async def _fail(
-        self, socket: ClientConnection, lane: int, served: Served, code: str
-    ) -> None:
+    async def _fail(self, socket: ClientConnection, lane: int, served: Served, code: str) -> None:
         self.tasks.pop(lane, None)
         self.by_lane.pop(lane, None)
         failed = wire.Failed(lane, code, "/secret/path of the node", wire.Usage(1, 0, served.sent))

@@ -11,7 +11,7 @@ import pytest
 from policies.contract.wire import Usage
 from policies.pricing import charge_nano_usd
 
-TEXT = "Grüße, 世界 🌊: a \"quoted\" line\nand another"
+TEXT = 'Grüße, 世界 🌊: a "quoted" line\nand another'
 
 
 def events(text: str) -> list[Any]:
@@ -36,7 +36,8 @@ def test_whole_answer_has_usage_and_headers(gateway, ask) -> None:
     body = reply.json()
     prompt = len(gateway.node.served[0].submit.prompt) // 4
     produced = len(TEXT.encode())
-    assert body["object"] == "chat.completion" and body["model"] == "tiny"
+    assert body["object"] == "chat.completion"
+    assert body["model"] == "tiny"
     assert body["choices"][0]["message"] == {
         "role": "assistant",
         "content": TEXT,
@@ -117,7 +118,8 @@ def test_nothing_follows_finish_but_usage_even_when_content_says_done(gateway, a
         reply = client.post("/v1/chat/completions", json=ask({"say": said}, stream=True))
     chunks = events(reply.text)
     assert content_of(chunks) == said
-    assert chunks.count("[DONE]") == 1 and chunks[-1] == "[DONE]"
+    assert chunks.count("[DONE]") == 1
+    assert chunks[-1] == "[DONE]"
     finishes = [c for c in chunks[:-1] if c["choices"] and c["choices"][0]["finish_reason"]]
     assert finishes == [chunks[-2]]
 
@@ -213,9 +215,7 @@ def test_second_turn_is_cached_and_stays_on_its_node(gateway, ask) -> None:
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     assert cached >= 0.8 * first.json()["usage"]["prompt_tokens"]
     rates = gateway.services.prices.rates("tiny")
-    cost = charge_nano_usd(
-        Usage(usage["prompt_tokens"], cached, usage["completion_tokens"]), rates
-    )
+    cost = charge_nano_usd(Usage(usage["prompt_tokens"], cached, usage["completion_tokens"]), rates)
     assert second.headers["x-kagari-cost-nano-usd"] == str(cost)
     assert second.headers["x-kagari-cached-tokens"] == str(cached)
 
@@ -272,4 +272,5 @@ def test_models_tell_window_and_precision(gateway) -> None:
     assert {one[k] for k in ("context_length", "context_window", "max_model_len")} == {65_536}
     assert one["kagari"]["weights_precision"] == "q4_1"
     assert data[1]["alias_of"] == "tiny"
-    assert missing.status_code == 404 and '"tiny"' in missing.json()["error"]["message"]
+    assert missing.status_code == 404
+    assert '"tiny"' in missing.json()["error"]["message"]

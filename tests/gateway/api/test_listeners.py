@@ -15,6 +15,7 @@ import httpx
 import msgspec
 import pytest
 
+from gateway.config import GatewayConfig, ServerConfig, StreamConfig
 from gateway.routes import ADMIN_ROUTES, PUBLIC_ROUTES
 from policies.admission import AdmissionLimits
 
@@ -111,13 +112,6 @@ def test_one_log_line_a_request_without_secrets_or_content(gateway) -> None:
         client.post(
             "/v1/chat/completions",
             json={"model": "tiny", "messages": script(say="a-secret-answer")},
-            headers={
-                "x-client-request-id": "id with\nnewline and \x01 <script> " + "y" * 100,
-                "x-session-affinity": "session-value-never-logged",
-            },
-        ) if False else client.post(
-            "/v1/chat/completions",
-            json={"model": "tiny", "messages": script(say="a-secret-answer")},
             headers={"x-client-request-id": "id <script> " + "y" * 100},
         )
     gateway.wait_idle()
@@ -128,14 +122,20 @@ def test_one_log_line_a_request_without_secrets_or_content(gateway) -> None:
     assert (line["cached_tokens"], line["completion_tokens"]) == (0, 15)
     assert (line["path"], line["affinity"], line["finish"]) == ("mixed", "none", "stop")
     whole = gateway.log.getvalue()
-    assert "a-secret-answer" not in whole and "test-key-0123456789abcdef" not in whole
+    assert "a-secret-answer" not in whole
+    assert "test-key-0123456789abcdef" not in whole
 
 
 def test_hundred_streams_on_one_http2_connection(gateway) -> None:
     async def main() -> list[str]:
         limits = httpx.Limits(max_connections=1, max_keepalive_connections=1)
         async with httpx.AsyncClient(
-            base_url=gateway.url, http1=False, http2=True, limits=limits, timeout=30, trust_env=False,
+            base_url=gateway.url,
+            http1=False,
+            http2=True,
+            limits=limits,
+            timeout=30,
+            trust_env=False,
             headers={"authorization": "Bearer test-key-0123456789abcdef"},
         ) as client:
 
@@ -255,8 +255,6 @@ def test_oversized_header_list_on_http2_harms_only_its_connection(gateway) -> No
 
 
 def with_admission(start: Any, tmp_path: Any, limits: AdmissionLimits) -> Any:
-    from gateway.config import GatewayConfig, ServerConfig
-
     config = GatewayConfig(
         server=ServerConfig(port=0, link_port=0, admin_port=0, drain_s=3.0), admission=limits
     )
@@ -266,11 +264,13 @@ def with_admission(start: Any, tmp_path: Any, limits: AdmissionLimits) -> Any:
 def test_shed_is_429_3040_with_advice_and_releases(tmp_path, start, ask) -> None:
     limits = AdmissionLimits(concurrent_requests=1, retry_after_s=0.05)
     with with_admission(start, tmp_path, limits) as running, running.client() as client:
-        slow = threading.Thread(
-            target=lambda: running.client().post(
-                "/v1/chat/completions", json=ask({"say": "abc", "delay_s": 0.15})
-            )
-        )
+        body = ask({"say": "abc", "delay_s": 0.15})
+
+        def occupy() -> None:
+            with running.client() as other:
+                other.post("/v1/chat/completions", json=body)
+
+        slow = threading.Thread(target=occupy)
         slow.start()
         while not running.node.served:
             time.sleep(0.005)
@@ -319,16 +319,15 @@ def test_drain_finishes_what_runs_and_takes_nothing_new(tmp_path, start, ask) ->
             time.sleep(0.005)
         running.stop()
         time.sleep(0.1)
-        with pytest.raises(httpx.ConnectError):
-            running.client().get("/livez")
+        with running.client() as late, pytest.raises(httpx.ConnectError):
+            late.get("/livez")
         reader.join(10)
-    assert result and result[0].endswith("data: [DONE]\n\n")
+    assert result
+    assert result[0].endswith("data: [DONE]\n\n")
 
 
 def test_slow_reader_is_bounded_and_settled(tmp_path, start) -> None:
     """Nobody reads: kernel and gateway hold a bounded number of tokens, then the stream ends."""
-    from gateway.config import GatewayConfig, ServerConfig, StreamConfig
-
     config = GatewayConfig(
         server=ServerConfig(
             port=0, link_port=0, admin_port=0, drain_s=0.5, send_buffer_bytes=16 << 10
@@ -339,11 +338,14 @@ def test_slow_reader_is_bounded_and_settled(tmp_path, start) -> None:
         body = {
             "model": "tiny",
             "stream": True,
-            "messages": script(say="s" * 60_000, step=100, delay_s=0.0005),
+            "messages": script(say="s" * 1000, times=60, step=100),
         }
         sock = running.connect()
         sock.setsockopt(1, 8, 4096)  # SOL_SOCKET, SO_RCVBUF
         sock.sendall(running.raw(msgspec.json.encode(body)))
+        while not running.node.served:
+            time.sleep(0.005)
         running.wait_idle(15)
-        assert running.node.served[0].aborted or running.node.served[0].sent == 60_000
+        assert running.node.served[0].aborted
+        assert running.node.served[0].sent < 60_000
         sock.close()

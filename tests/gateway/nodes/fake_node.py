@@ -83,6 +83,7 @@ class FakeNode:
         self.received: list[Any] = []
         self.request_by_lane: dict[int, tuple[str, int]] = {}
         self.aborted: set[int] = set()
+        self.given: set[int] = set()  # lanes of this link, ended ones too
         self.step_number = 0
         self.report_number = 0
 
@@ -102,6 +103,7 @@ class FakeNode:
         self.session = session
         self.request_by_lane = {}
         self.aborted = set()
+        self.given = set()
         self.read()
         return self
 
@@ -117,15 +119,19 @@ class FakeNode:
                     for lane in lanes:
                         assert lane not in self.request_by_lane, "a lane was given twice"
                         self.request_by_lane[lane] = (request_id, attempt)
+                        self.given.add(lane)
                 case wire.Abort(lanes):
                     for lane in lanes:
-                        assert lane in self.request_by_lane, "abort overtook its submit"
-                        self.aborted.add(lane)
+                        self._told_to_end(lane)
                 case wire.FinishLane(lane):
-                    assert lane in self.request_by_lane
-                    self.aborted.add(lane)
+                    self._told_to_end(lane)
         self.received += new
         return new
+
+    def _told_to_end(self, lane: int) -> None:
+        assert lane in self.given, "an end overtook its submit"
+        if lane in self.request_by_lane:  # else it had ended by itself meanwhile
+            self.aborted.add(lane)
 
     def send(self, message: Any) -> None:
         assert self.session is not None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
+import msgspec
 import pytest
 
-from gateway.nodes.fleet import NoCapacity, NoNode, UnknownNode
+from gateway.nodes.fleet import UnknownNode
+from gateway.nodes.placement import NoCapacity, NoNode
 from gateway.nodes.session import Session
 from gateway.nodes.streams import MAX_UNREAD_TOKENS, Burst, Stream
 from policies.contract import wire
@@ -375,6 +378,34 @@ def test_wire_versions_are_negotiated(version: int, lowest: int, fits: bool) -> 
     opened = fleet().attach(wire.Hello(version, lowest, "n1", 1, "mixed", (info(),)))
     assert isinstance(opened, Session) is fits
     assert fits or (isinstance(opened, wire.Refused) and opened.code == "wire_version")
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"node_id": "n1\r\nx-injected: 1"}, "bad_node_id"),
+        ({"node_id": ""}, "bad_node_id"),
+        ({"node_id": "n" * 65}, "bad_node_id"),
+        ({"engines": (info(page_size=0),)}, "bad_engine"),
+        ({"engines": (info(page_size=48),)}, "bad_engine"),
+        ({"engines": (info(num_pages=0),)}, "bad_engine"),
+        ({"engines": (info(-1),)}, "bad_engine"),
+        ({"engines": (info(0, "a"), info(0, "b"))}, "bad_engine"),
+        ({"engines": tuple(info(index) for index in range(65))}, "bad_engine"),
+    ],
+)
+def test_a_node_that_could_harm_others_is_refused(changes: dict[str, Any], code: str) -> None:
+    gateway = fleet()
+    hello = msgspec.structs.replace(FakeNode(gateway, "n1").hello(), **changes)
+    refused = gateway.attach(hello)
+    assert isinstance(refused, wire.Refused)
+    assert refused.code == code
+    assert gateway.nodes() == []
+    if "engines" in changes:
+        node = FakeNode(gateway, "n1").join()
+        node.send(wire.EnginesChanged(changes["engines"]))
+        assert gateway.nodes()[0].skipped_frames == 1
+        assert gateway.model("m") is not None
 
 
 def test_unknown_and_broken_frames_are_counted_and_skipped() -> None:

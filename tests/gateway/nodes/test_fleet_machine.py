@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from gateway.nodes.fleet import NoCapacity, NoNode
+from gateway.nodes.placement import NoCapacity, NoNode
 from gateway.nodes.streams import MAX_UNREAD_TOKENS, Stream
 from policies.contract import wire
 from policies.routing import RoutingPolicy

@@ -5,9 +5,13 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from policies.contract.bundle import Bundle
+
+settings.register_profile("busy machine", deadline=None)
+settings.load_profile("busy machine")
 
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content']"

@@ -126,6 +126,14 @@ def test_a_stop_id_is_silent_even_if_it_is_not_special(tiny: Tokenizer) -> None:
     assert in_chunks(Detokenizer(tiny, [stop]), [[stop], tiny.encode("x").ids]) == "x"
 
 
+def test_special_and_stop_ids_are_silent_through_the_library_too(metaspace: Tokenizer) -> None:
+    dog = metaspace.encode("the dog").ids
+    stream = Detokenizer(metaspace, [dog[0]]).stream()
+    special = metaspace.token_to_id("<|im_end|>")
+    whole = metaspace.decode(dog[1:])
+    assert stream.push([special, dog[0], special, *dog[1:]]) + stream.flush() == whole
+
+
 @pytest.mark.parametrize("token", [700, 1 << 31, -1])
 def test_an_id_outside_the_vocabulary_breaks_nothing(tiny: Tokenizer, token: int) -> None:
     stream = Detokenizer(tiny, []).stream()

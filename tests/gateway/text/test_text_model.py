@@ -89,14 +89,34 @@ def test_control_ids_come_from_the_template_alone(
         assert all(text in model.text_of(chat(model, messages)) for _, text in turns)
 
 
+plain = st.lists(
+    st.sampled_from(["\n", " ", "\r\n", "\u00a0", "e\u0301", "12", "'s", "def f():", "日本"])
+    | st.text(st.characters(exclude_characters="<\ufdd0\ufdd1", codec="utf-8"), max_size=8),
+    max_size=8,
+).map("".join)
+
+
+@pytest.mark.parametrize("name", ["smollm2", "tiny", "metaspace"])
+@given(turns=st.lists(st.tuples(roles, plain), min_size=1, max_size=6))
+def test_chat_ids_equal_the_whole_prompt_encoded_at_once(
+    request: pytest.FixtureRequest, name: str, turns: list[tuple[str, str]]
+) -> None:
+    model: TextModel = request.getfixturevalue(name)
+    messages = [{"role": role, "content": text} for role, text in turns]
+    assert model._template is not None
+    rendered = model._template.render(messages)
+    whole = model._tokenizer.full.encode(rendered, add_special_tokens=False).ids
+    assert list(chat(model, messages)) == whole
+
+
 def test_names_and_tool_arguments_are_guarded_as_content_is(tiny_bundle: Bundle) -> None:
     model = with_template(
         tiny_bundle,
-        "{% for m in messages %}{{ m.name }}{{ m.tool_calls | tojson }}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m.name }}{{ m.tool_calls | tojson(true) }}{% endfor %}",
     )
     end = "<|im_end|>"
     call = {"id": end, "function": {"name": end, "arguments": {end: end}}}
-    ids = chat(model, [{"role": "assistant", "content": None, "name": end, "tool_calls": [call]}])
+    ids = chat(model, [{"role": "assistant", "name": end, "tool_calls": [call]}])
     assert set(ids).isdisjoint(token.token_id for token in model._tokenizer.control)
     assert model.text_of(ids).count(end) == 5
 

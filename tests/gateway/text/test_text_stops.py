@@ -72,19 +72,19 @@ def test_longer_of_two_stops_that_end_together_is_cut() -> None:
 
 def test_a_long_stop_that_keeps_almost_matching_takes_linear_time() -> None:
     finder = Stops(["a" * 20_000 + "b"])
-    started = time.perf_counter()
+    started = time.thread_time()
     sent = sum(len(finder.push("a")) for _ in range(100_000))
     assert sent == 80_000
-    assert time.perf_counter() - started < 5.0
+    assert time.thread_time() - started < 5.0
 
 
 def test_ten_thousand_stops_are_safe() -> None:
-    started = time.perf_counter()
+    started = time.thread_time()
     finder = Stops([f"stop-{number:05}" for number in range(10_000)])
     text = "stop-stop-9999 " * 2_000
     assert finder.push(text) + finder.push("stop-09999") == text
     assert finder.is_matched
-    assert time.perf_counter() - started < 5.0
+    assert time.thread_time() - started < 5.0
 
 
 @pytest.mark.parametrize("stops", [[], [""], ["a", ""]])

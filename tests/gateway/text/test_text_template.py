@@ -81,13 +81,17 @@ def test_what_a_template_may_not_do_is_an_error_of_the_request(source: str) -> N
         "{{ 'x'.center(1000000000) }}",
         "{{ 'x' | center(1000000000) }}",
         "{{ range(1000000000) | list }}",
+        "{{ range(10 ** 30) | list }}",
+        "{{ range(1000000000000000000000000000000) | list }}",
+        "{% for i in [1] * 9999 %}{{ -999 | step }}{% for j in [1] * 99 %}{% endfor %}{% endfor %}",
+        "{{ [1] | tojson(indent=1000000000) }}",
     ],
 )  # fmt: skip
 def test_a_template_cannot_take_the_machine(source: str) -> None:
-    started = time.perf_counter()
+    started = time.thread_time()  # of this test alone, however busy the machine
     with pytest.raises(TextError):
         template_of(source).render(HELLO)
-    assert time.perf_counter() - started < 5.0
+    assert time.thread_time() - started < 5.0
 
 
 def test_each_rendering_has_its_own_budget() -> None:
