@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 import uvloop
 from msgspec.structs import replace
 from rich.console import Console
@@ -633,6 +635,7 @@ def main() -> None:
     flags.add_argument("--bundle", metavar="FILE", help=f"tokenizer bundle ({DEFAULT_MODEL}'s)")
     flags.add_argument("--only", metavar="PART", help="only parts whose name contains this")
     options = flags.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     encoded = encode_bundle(
         replace(decode_bundle(find_bundle(options.bundle)), context_tokens=CONTEXT_TOKENS)
     )
