@@ -28,6 +28,10 @@ EXIT_BAD_CONFIG = 2
 EXIT_CANNOT_LOAD = 4
 
 
+class CannotLoad(Exception):
+    """The checkpoint is not what the engine can serve; the message says why in four parts."""
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A runner, and what the fleet must know of it."""
@@ -58,7 +62,7 @@ def serve(config: EngineConfig, sock: socket.socket) -> int:
     connection = Connection(sock)  # first, so that the agent's end is seen while weights load
     try:
         loaded = _load_script(config) if config.script else _load_model(config)
-    except (ConfigError, ValueError, OSError) as error:
+    except (ConfigError, CannotLoad) as error:
         sys.stderr.write(f"engine: {error}\n")
         return EXIT_CANNOT_LOAD
     schedule = _schedule_config(config, loaded.context_tokens, loaded.prefill_tokens_per_s)
@@ -156,10 +160,11 @@ def _load_script(config: EngineConfig) -> Loaded:
 
 
 def _load_model(config: EngineConfig) -> Loaded:
-    from engine.warmup import warm_up
+    from engine.warmup import measure_prefill
 
     # Late, because it imports torch: a scripted engine starts without it.
     module = importlib.import_module("engine.execute.runner")
+    weights = importlib.import_module("engine.execute.weights")
     runner_config = module.RunnerConfig(
         num_pages=config.num_pages,
         page_size=config.spec.page_size,
@@ -170,10 +175,14 @@ def _load_model(config: EngineConfig) -> Loaded:
         threads=config.threads,
         step_tokens=config.step_tokens,
     )
-    runner = module.load_runner(config.spec, runner_config, _report_progress)
-    _report_progress("warming", 0.0)
+    try:
+        runner = module.load_runner(config.spec, runner_config, _report_progress)
+    except weights.CheckpointError as error:
+        raise CannotLoad(str(error)) from error
+    _report_progress("measure", 0.0)
     schedule = _schedule_config(config, runner.context_tokens, None)
-    rate = warm_up(runner, schedule, time.monotonic)
+    rate = measure_prefill(runner, schedule, time.monotonic)
+    _report_progress("measure", 1.0)
     return Loaded(
         runner=runner,
         context_tokens=runner.context_tokens,

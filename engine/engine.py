@@ -35,6 +35,7 @@ from policies.contract import page_keys, wire
 Frame = tuple[int, bytes]  # (channel, encoded message)
 
 _REMEMBERED_SUBMITS = 8192
+_SEEDS = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +125,10 @@ class Engine:
                     page_size=self.info.page_size,
                     salt=submit.salt,
                 )
-                # Lanes of one request differ only by their noise; the first keeps the seed.
-                sampling = msgspec.structs.replace(
-                    submit.sampling, seed=submit.sampling.seed + index
-                )
+                sampling = submit.sampling
+                if index:  # lanes of one request differ only by their noise
+                    seed = (sampling.seed + index) % _SEEDS
+                    sampling = msgspec.structs.replace(sampling, seed=seed)
                 self.scheduler.submit(
                     NewSequence(sequence_id, prompt, root, sampling, now + submit.deadline_s), now
                 )

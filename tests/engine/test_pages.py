@@ -1,7 +1,7 @@
 """Pages: free + held + cached = all, whatever happens; every hold is given back exactly once."""
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
@@ -66,16 +66,22 @@ class PagePoolMachine(RuleBasedStateMachine):
         assert self.pool.generations == self.generations
 
 
+SMALL = settings(
+    max_examples=80,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
 def test_page_pool_machine() -> None:
-    run_state_machine_as_test(
-        PagePoolMachine, settings=settings(max_examples=80, stateful_step_count=40, deadline=None)
-    )
+    run_state_machine_as_test(PagePoolMachine, settings=SMALL)
 
 
 @pytest.mark.slow
 def test_page_pool_machine_at_length() -> None:
     run_state_machine_as_test(
-        PagePoolMachine, settings=settings(max_examples=5000, stateful_step_count=80, deadline=None)
+        PagePoolMachine, settings=settings(SMALL, max_examples=5000, stateful_step_count=80)
     )
 
 

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -119,18 +119,22 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert len(self.resident) == len(self.cache)
 
 
+SMALL = settings(
+    max_examples=100,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
 def test_prefix_cache_machine() -> None:
-    run_state_machine_as_test(
-        PrefixCacheMachine,
-        settings=settings(max_examples=100, stateful_step_count=40, deadline=None),
-    )
+    run_state_machine_as_test(PrefixCacheMachine, settings=SMALL)
 
 
 @pytest.mark.slow
 def test_prefix_cache_machine_at_length() -> None:
     run_state_machine_as_test(
-        PrefixCacheMachine,
-        settings=settings(max_examples=5000, stateful_step_count=80, deadline=None),
+        PrefixCacheMachine, settings=settings(SMALL, max_examples=5000, stateful_step_count=80)
     )
 
 

@@ -164,6 +164,15 @@ def test_identical_sequences_in_flight_publish_once_and_keep_their_own_pages() -
     assert bench.tokens(1) == bench.tokens(2) == alone(ids(6), 20)
 
 
+def test_what_is_evicted_next_is_the_tail_and_found_at_once() -> None:
+    bench = Bench()
+    bench.submit(1, ids(17))
+    bench.drain()
+    order = list(bench.scheduler.pool.idle)
+    assert len(order) == 5
+    assert order == sorted(order, reverse=True), "pages were taken in order, so tails come first"
+
+
 def test_another_tenant_finds_nothing() -> None:
     bench = Bench()
     bench.submit(1, ids(20))
@@ -221,24 +230,36 @@ def test_the_victim_is_the_latest_admitted_and_the_oldest_is_never_preempted() -
     assert gaps == 0
 
 
+def test_a_prompt_waits_rather_than_be_preempted_half_computed() -> None:
+    bench = Bench(num_pages=16, context_tokens=60)
+    bench.submit(1, ids(28, seed=1), max_tokens=12)  # grows to 10 pages
+    bench.step()
+    bench.submit(2, ids(30, seed=2))  # needs the 8 pages that are free, and then 1 lacks one
+    bench.drain()
+    assert bench.scheduler.preemptions == 0
+    assert bench.order() == [1, 2]
+
+
 def test_prompts_that_starve_each_other_of_pages_do_not_stall() -> None:
     bench = Bench(num_pages=16, context_tokens=60, step_tokens=8)
-    bench.submit(1, ids(28, seed=1))
-    bench.submit(2, ids(24, seed=2))
+    bench.submit(1, ids(40, seed=1))
     bench.step()
+    bench.submit(2, ids(16, seed=2))
     bench.step()
-    # A transfer takes what both were promised.
+    assert bench.scheduler.load().running_sequences == 2
+    # A transfer takes the pages that both were promised.
     taken: list[PageId] = []
     while (page := bench.scheduler.pool.take(HoldKind.TRANSFER)) is not None:
         taken.append(page)
-    while len(taken) > 3:
-        bench.scheduler.pool.release([taken.pop()], HoldKind.TRANSFER)
-    for _ in range(200):
-        bench.step()
-    assert not bench.scheduler.has_work
-    assert bench.tokens(1) == alone(ids(28, seed=1), 4)
-    assert bench.tokens(2) == alone(ids(24, seed=2), 4)
+    plan = bench.step()
+    assert plan is not None, "both half computed, and neither gave way"
+    assert [row.sequence_id for row in plan.rows] == [1]
+    while bench.step() is not None:
+        pass
     bench.scheduler.pool.release(taken, HoldKind.TRANSFER)
+    bench.drain()
+    assert bench.tokens(1) == alone(ids(40, seed=1), 4)
+    assert bench.tokens(2) == alone(ids(16, seed=2), 4)
 
 
 def test_pages_held_elsewhere_make_work_wait_and_not_fail() -> None:
