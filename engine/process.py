@@ -30,7 +30,7 @@ EXIT_BAD_FRAMES = 3
 
 _INBOX_MESSAGES = 4096
 _STALLED_WAIT_S = 0.005  # there is work, but nothing of it can run now
-_SEND_TIMEOUT_S = 10  # an agent that reads nothing for so long is as good as gone
+_SEND_TIMEOUT_S = 10.0  # an agent that reads nothing for so long is as good as gone
 _SEND_BUFFER_BYTES = 4 << 20
 _RECEIVE_BYTES = 1 << 18
 
@@ -42,20 +42,25 @@ class Connection:
     a full socket buffer stops the engine until the agent reads on."""
 
     def __init__(
-        self, sock: socket.socket, *, exit_process: Callable[[int], object] = os._exit
+        self,
+        sock: socket.socket,
+        *,
+        send_timeout_s: float = _SEND_TIMEOUT_S,
+        exit_process: Callable[[int], object] = os._exit,
     ) -> None:
         self._socket = sock
         self._exit = exit_process
         self._inbox: queue.Queue[Message] = queue.Queue(_INBOX_MESSAGES)
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-        timeout = struct.pack("ll", _SEND_TIMEOUT_S, 0)
+        # Not settimeout(): that would cut the reader's waiting short as well.
+        timeout = struct.pack("ll", int(send_timeout_s), int(send_timeout_s % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         self._reader = threading.Thread(target=self._read, name="agent-reader", daemon=True)
         self._reader.start()
 
     def send(self, frames: Iterable[Frame]) -> None:
-        """Raises OSError when the agent is gone, or did not read for _SEND_TIMEOUT_S."""
+        """Raises OSError when the agent is gone, or has not read for send_timeout_s."""
         data = b"".join([frame(channel, message) for channel, message in frames])
         if data:
             self._socket.sendall(data)

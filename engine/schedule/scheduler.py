@@ -253,11 +253,9 @@ class Scheduler:
         for _, sequence in queue:
             if draft.budget <= 0:
                 return
-            if sequence.state is State.WAITING and not (
-                admitting and len(self._running) < self.config.max_running
-            ):
-                continue
             if sequence.state is State.WAITING:
+                if not admitting or len(self._running) >= self.config.max_running:
+                    continue
                 if self._is_being_computed(draft, sequence):
                     continue  # one step later its prefix is a hit
                 if not self._admit(sequence, now):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -64,10 +63,9 @@ class CompletionRun:
         """The next burst, or None when timeout_s passed. Raises GatewayError past the deadline."""
         deadline_s = self.services.config.limits.request_deadline_s + DEADLINE_GRACE_S
         left_s = self.exchange.started + deadline_s - time.monotonic()
-        try:
-            async with asyncio.timeout(left_s if timeout_s is None else min(timeout_s, left_s)):
-                burst = await self.stream.next()
-        except TimeoutError:
+        wait_s = left_s if timeout_s is None else min(timeout_s, left_s)
+        burst = await self.stream.next_within(wait_s)
+        if burst is None:
             # Not by the clock: a loop's timer may ring a millisecond early.
             if timeout_s is not None and timeout_s < left_s:
                 return None
@@ -76,7 +74,7 @@ class CompletionRun:
                 found=f"no end after {deadline_s:g} s",
                 allowed=f"{deadline_s:g} s",
                 remedy="ask for fewer tokens",
-            ) from None
+            )
         if burst.tokens and self.first_token_at is None:
             self.first_token_at = time.monotonic()
         return burst

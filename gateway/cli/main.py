@@ -163,8 +163,11 @@ def models_list(as_json: AsJson = False) -> None:
 def models_pull(name: str, as_json: AsJson = False) -> None:
     """Fetch a model and check its SHA-256."""
     from gateway.cli.hand_over import hand_over
+    from gateway.cli.models import pull_model
 
-    hand_over("node_agent", ["models", "pull", name, *(["--json"] if as_json else [])])
+    if as_json:
+        hand_over("node_agent", ["models", "pull", name, "--json"])
+    pull_model(name)
 
 
 @models_app.command("show")

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from gateway.cli.client import ChatReply, stream_chat
+from gateway.cli.client import ChatReply, HttpError, StreamFailed, stream_chat
 from gateway.cli.problem import FAILED, Problem
 from gateway.cli.usage import usd
 from gateway.demo.acts import Act, Turn, affinity_act, discount_act, hit_rate, mean_ttft_s
@@ -97,12 +97,12 @@ def run_demo(*, check: bool, as_json: bool) -> None:
     screen = Screen()
     try:
         acts = play(screen)
-    except StackFailed as error:
+    except (StackFailed, StreamFailed, HttpError, OSError) as error:
         raise Problem(
             "demo",
             found=str(error),
-            allowed="a gateway and two nodes that start",
-            remedy="run kagari doctor, then kagari serve",
+            allowed="a gateway and two nodes that start and answer",
+            remedy="run kagari doctor, then the demo again with nothing else on the machine",
             exit_code=FAILED,
         ) from error
     if as_json:
