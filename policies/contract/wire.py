@@ -310,14 +310,7 @@ class EngineNews(Struct, frozen=True, array_like=True, tag="engine_news"):
 
 
 NodeToGateway = (
-    Hello
-    | BundlePart
-    | Step
-    | PageEvents
-    | Report
-    | EnginesChanged
-    | UsageRecord
-    | Draining
+    Hello | BundlePart | Step | PageEvents | Report | EnginesChanged | UsageRecord | Draining
 )
 GatewayToNode = Welcome | Refused | Submit | Abort | FinishLane | Resync | UsageAck | Drain
 EngineToAgent = EngineUp | EngineNews | UsageRecord

@@ -1,0 +1,59 @@
+# Each target does its own set-up in .venv, once: `make serve` in an empty clone is enough.
+#   PYTHON=python3.12      another interpreter (3.11 or later)
+#   TORCH_INDEX=URL        another package index for torch alone: a CPU-only or another CUDA build
+
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(if $(shell command -v $(name)),$(name))))
+TORCH_INDEX ?=
+PEERS ?= $(HOME)/.cache/kagari/peers
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/pip --disable-pip-version-check --no-input
+QUIET := $(if $(CI),--quiet,)
+
+.PHONY: install serve test demo prove peers model clean
+.DEFAULT_GOAL := install
+
+install: $(STAMP)
+
+$(VENV)/bin/python:
+	@sh .ci/make-venv "$(PYTHON)" "$(VENV)"
+
+$(STAMP): $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) install $(QUIET) -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) install $(QUIET) -c constraints.txt -e '.[node,dev]'
+	@touch $@
+
+model: $(STAMP)
+	@$(BIN)/kagari models pull smollm2-135m
+
+serve: $(STAMP)
+	@exec $(BIN)/kagari serve $(ARGS)
+
+demo: $(STAMP) model
+	@exec $(BIN)/kagari demo $(ARGS)
+
+test: $(STAMP) model
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -m "not slow and not gpu" $(ARGS)
+
+# Full counts and every headline number: long, on an otherwise idle machine.
+prove: $(STAMP) model
+	$(BIN)/pytest -m "slow and not gpu"
+	$(BIN)/kagari demo --check
+	@set -e; for file in benchmarks/*.py; do \
+	  name=$$(basename $$file .py); test $$name = __init__ && continue; \
+	  echo "benchmarks.$$name"; $(BIN)/python -m benchmarks.$$name; done
+
+# Which peers the benchmarks can be compared with on this machine.
+peers: $(STAMP)
+	@$(BIN)/python -c 'import transformers as t; print("transformers", t.__version__, "(.venv)")'
+	@for name in llama.cpp vllm sglang; do \
+	  if [ -d "$(PEERS)/$$name" ]; then echo "$$name present ($(PEERS)/$$name)"; \
+	  else echo "$$name absent: rows against it are left out"; fi; done
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,239 @@
+"""`python -m engine serve`: read the flags, load a runner, say EngineUp, run the loop."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+
+from engine import config as settings
+from engine.config import ConfigError, EngineConfig, ModelSpec, ScheduleConfig
+from engine.engine import Engine
+from engine.framing import AGENT_CHANNEL
+from engine.process import Connection, run
+from engine.schedule.plan import Runner
+from engine.schedule.scheduler import Scheduler
+from policies.contract import wire
+from policies.contract.bundle import Bundle, decode_bundle
+
+EXIT_BAD_CONFIG = 2
+EXIT_CANNOT_LOAD = 4
+
+
+class CannotLoad(Exception):
+    """The checkpoint is not what the engine can serve; the message says why in four parts."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A runner, and what the fleet must know of it."""
+
+    runner: Runner
+    context_tokens: int
+    vocab_size: int
+    layout_id: str
+    weights_digest: str
+    weights_precision: str
+    kv_precision: str
+    prefill_tokens_per_s: float | None  # None: not measured
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        config = read_config(options)
+    except ConfigError as error:
+        sys.stderr.write(f"engine: {error}\n")
+        return EXIT_BAD_CONFIG
+    return serve(config, socket.socket(fileno=options.fd))
+
+
+def serve(config: EngineConfig, sock: socket.socket) -> int:
+    """Load, warm, announce and run; returns the process's exit code."""
+    started_at = time.monotonic()
+    connection = Connection(sock)  # first, so that the agent's end is seen while weights load
+    try:
+        loaded = _load_script(config) if config.script else _load_model(config)
+    except (ConfigError, CannotLoad) as error:
+        sys.stderr.write(f"engine: {error}\n")
+        return EXIT_CANNOT_LOAD
+    schedule = _schedule_config(config, loaded.context_tokens, loaded.prefill_tokens_per_s)
+    info = wire.EngineInfo(
+        engine=config.engine_index,
+        model=config.spec.name,
+        identity=config.spec.identity,
+        context_tokens=schedule.context_tokens,
+        page_size=config.spec.page_size,
+        num_pages=config.num_pages,
+        bundle_digest=config.spec.bundle_digest,
+        tokenizer_digest=config.spec.tokenizer_digest,
+        layout_id=loaded.layout_id,
+        weights_digest=loaded.weights_digest,
+        weights_precision=loaded.weights_precision,
+        kv_precision=loaded.kv_precision,
+        compute=config.compute,
+        step_tokens=config.step_tokens,
+        prefill_tokens_per_s=schedule.prefill_tokens_per_s,
+        aliases=config.spec.aliases,
+    )
+    engine = Engine(
+        info,
+        Scheduler(schedule),
+        loaded.runner,
+        vocab_size=loaded.vocab_size,
+        clock=time.monotonic,
+    )
+    up = wire.EngineUp(info, time.monotonic() - started_at)
+    connection.send([(AGENT_CHANNEL, wire.encode(up))])
+    return run(engine, connection)
+
+
+def read_config(options: argparse.Namespace) -> EngineConfig:
+    """Raises ConfigError naming the flag at fault."""
+    try:
+        spec = msgspec.json.decode(options.model_spec, type=ModelSpec)
+    except msgspec.DecodeError as error:  # what ModelSpec itself refuses arrives as this too
+        raise ConfigError(
+            "--model-spec",
+            found=str(error),
+            allowed="the JSON that `python -m node_agent models spec NAME --json` prints",
+            remedy="mend that field",
+        ) from error
+    return EngineConfig(
+        spec=spec,
+        engine_index=options.engine_index,
+        dtype=options.dtype,
+        kv_dtype=options.kv_dtype,
+        compute=options.compute,
+        kv_device_tokens=options.kv_device_tokens,
+        threads=options.threads,
+        device=options.device,
+        step_tokens=options.step_tokens,
+        max_running=options.max_running,
+        script=options.script,
+        bundle=options.bundle,
+    )
+
+
+def _schedule_config(
+    config: EngineConfig, context_tokens: int, prefill_tokens_per_s: float | None
+) -> ScheduleConfig:
+    """The context that is announced is the one that is kept: no longer than the pool."""
+    limits = [context_tokens, config.num_pages * config.spec.page_size]
+    if config.spec.context_tokens is not None:
+        limits.append(config.spec.context_tokens)
+    schedule = ScheduleConfig(
+        num_pages=config.num_pages,
+        page_size=config.spec.page_size,
+        context_tokens=min(limits),
+        step_tokens=config.step_tokens,
+        max_running=config.max_running,
+    )
+    if prefill_tokens_per_s is None:
+        return schedule
+    return msgspec.structs.replace(schedule, prefill_tokens_per_s=prefill_tokens_per_s)
+
+
+def _load_script(config: EngineConfig) -> Loaded:
+    from engine.script import ScriptRunner
+
+    assert config.script is not None
+    bundle = _read_bundle(config)
+    return Loaded(
+        runner=ScriptRunner.load(config.script, bundle),
+        context_tokens=bundle.context_tokens,
+        vocab_size=bundle.vocab_size,
+        layout_id="script",
+        weights_digest="script",
+        weights_precision="script",
+        kv_precision="script",
+        prefill_tokens_per_s=None,
+    )
+
+
+def _load_model(config: EngineConfig) -> Loaded:
+    from engine.warmup import measure_prefill
+
+    # Late, because it imports torch: a scripted engine starts without it.
+    module = importlib.import_module("engine.execute.runner")
+    weights = importlib.import_module("engine.execute.weights")
+    runner_config = module.RunnerConfig(
+        num_pages=config.num_pages,
+        page_size=config.spec.page_size,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+        compute=config.compute,
+        device=config.device,
+        threads=config.threads,
+        step_tokens=config.step_tokens,
+    )
+    try:
+        runner = module.load_runner(config.spec, runner_config, _report_progress)
+    except weights.CheckpointError as error:
+        raise CannotLoad(str(error)) from error
+    _report_progress("measure", 0.0)
+    schedule = _schedule_config(config, runner.context_tokens, None)
+    rate = measure_prefill(runner, schedule, time.monotonic)
+    _report_progress("measure", 1.0)
+    return Loaded(
+        runner=runner,
+        context_tokens=runner.context_tokens,
+        vocab_size=runner.vocab_size,
+        layout_id=runner.layout_id,
+        weights_digest=runner.weights_digest,
+        weights_precision=runner.weights_precision,
+        kv_precision=runner.kv_precision,
+        prefill_tokens_per_s=rate,
+    )
+
+
+def _read_bundle(config: EngineConfig) -> Bundle:
+    assert config.bundle is not None
+    try:
+        return decode_bundle(Path(config.bundle).read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(
+            "--bundle",
+            found=f"{config.bundle} ({error})",
+            allowed="an encoded tokenizer bundle",
+            remedy="let the node agent write it",
+        ) from error
+
+
+def _report_progress(stage: str, share: float) -> None:
+    """One JSON line on stderr; the agent may show it."""
+    line = msgspec.json.encode({"event": "engine_loading", "stage": stage, "share": share})
+    sys.stderr.write(line.decode() + "\n")
+    sys.stderr.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m engine", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    flags = commands.add_parser("serve", help="serve one model on an inherited socket")
+    flags.add_argument("--fd", type=int, required=True, help="the socketpair to the node agent")
+    flags.add_argument("--model-spec", required=True, help="ModelSpec as JSON")
+    flags.add_argument("--engine-index", type=int, required=True, help="index on this node")
+    flags.add_argument("--dtype", choices=get_args(settings.DType), default="auto")
+    flags.add_argument("--kv-dtype", choices=get_args(settings.DType), default="auto")
+    flags.add_argument("--compute", choices=get_args(settings.Compute), default="exact")
+    flags.add_argument("--device", choices=get_args(settings.Device), default="auto")
+    flags.add_argument("--kv-device-tokens", type=int, default=settings.DEFAULT_KV_DEVICE_TOKENS)
+    flags.add_argument("--threads", type=int, help="of torch; default: by the cores there are")
+    flags.add_argument("--step-tokens", type=int, default=settings.DEFAULT_STEP_TOKENS)
+    flags.add_argument("--max-running", type=int, default=settings.DEFAULT_MAX_RUNNING)
+    flags.add_argument("--script", help="answer from this JSON file instead of a model")
+    flags.add_argument("--bundle", help="the tokenizer bundle that --script speaks in")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""What an engine is told at its start: the model, its flags, and the scheduler's limits."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+DType = Literal["auto", "bf16", "fp32"]
+Device = Literal["auto", "cpu", "cuda"]
+Compute = Literal["exact"]
+
+DEFAULT_KV_DEVICE_TOKENS = 65_536
+DEFAULT_STEP_TOKENS = 512
+DEFAULT_MAX_RUNNING = 64
+DEFAULT_MAX_WAITING = 1024
+MIN_PAGE_SIZE = 16
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work, said in four parts: field, found, allowed, remedy."""
+
+    def __init__(self, field: str, *, found: object, allowed: str, remedy: str) -> None:
+        super().__init__(f"{field}: found {found}, allowed {allowed}; {remedy}")
+        self.field = field
+
+
+class RopeScaling(Struct, frozen=True, forbid_unknown_fields=True):
+    """A stretched context (YaRN): positions scaled by factor from original_context_tokens."""
+
+    type: Literal["yarn"]
+    factor: float
+    original_context_tokens: int
+
+
+class ModelSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One servable model, as the node agent describes it to its engine (JSON on the command line).
+
+    identity: equal identities may share pages. path: a .gguf file or a Hugging Face folder.
+    context_tokens overrides what the checkpoint says.
+    """
+
+    name: str
+    identity: str
+    path: str
+    format: Literal["gguf", "safetensors"]
+    rope_scaling: RopeScaling | None = None
+    context_tokens: int | None = None
+    page_size: int = 64
+    tokenizer_digest: str = ""
+    bundle_digest: str = ""
+    aliases: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_page_size(self.page_size)
+        if self.context_tokens is not None and self.context_tokens < 2:
+            raise ConfigError(
+                "context_tokens",
+                found=self.context_tokens,
+                allowed="2 or more",
+                remedy="leave it out to use the checkpoint's own",
+            )
+
+
+class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The command line of `python -m engine serve`, read once."""
+
+    spec: ModelSpec
+    engine_index: int
+    dtype: DType = "auto"
+    kv_dtype: DType = "auto"
+    compute: Compute = "exact"
+    kv_device_tokens: int = DEFAULT_KV_DEVICE_TOKENS
+    threads: int | None = None
+    device: Device = "auto"
+    step_tokens: int = DEFAULT_STEP_TOKENS
+    max_running: int = DEFAULT_MAX_RUNNING
+    script: str | None = None
+    bundle: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kv_device_tokens < 2 * self.spec.page_size:
+            raise ConfigError(
+                "--kv-device-tokens",
+                found=self.kv_device_tokens,
+                allowed=f"{2 * self.spec.page_size} (two pages) or more",
+                remedy="raise it to at least the longest prompt plus its completion",
+            )
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(
+                "--threads",
+                found=self.threads,
+                allowed="1 or more",
+                remedy="leave it out to use the cores there are",
+            )
+        if self.script is not None and self.bundle is None:
+            raise ConfigError(
+                "--bundle",
+                found="nothing",
+                allowed="a tokenizer bundle file beside --script",
+                remedy="pass --bundle FILE",
+            )
+        check_batch(self.step_tokens, self.max_running)
+
+    @property
+    def num_pages(self) -> int:
+        return self.kv_device_tokens // self.spec.page_size
+
+
+class ScheduleConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The scheduler's limits. context_tokens counts prompt and completion together."""
+
+    num_pages: int
+    page_size: int
+    context_tokens: int
+    step_tokens: int = DEFAULT_STEP_TOKENS
+    max_running: int = DEFAULT_MAX_RUNNING
+    max_waiting: int = DEFAULT_MAX_WAITING
+    prefill_tokens_per_s: float = 2000.0  # until a rate is measured
+
+    def __post_init__(self) -> None:
+        check_batch(self.step_tokens, self.max_running)
+        if self.num_pages < 1 or self.page_size < 1 or self.context_tokens < 2:
+            raise ConfigError(
+                "num_pages, page_size, context_tokens",
+                found=(self.num_pages, self.page_size, self.context_tokens),
+                allowed="at least 1, 1 and 2",
+                remedy="raise --kv-device-tokens",
+            )
+
+
+def check_page_size(page_size: int) -> None:
+    """Raises ConfigError unless page_size is a power of two of at least MIN_PAGE_SIZE."""
+    if page_size < MIN_PAGE_SIZE or page_size & (page_size - 1):
+        raise ConfigError(
+            "page_size",
+            found=page_size,
+            allowed=f"a power of two, {MIN_PAGE_SIZE} or more",
+            remedy="use 64",
+        )
+
+
+def check_batch(step_tokens: int, max_running: int) -> None:
+    """Every running sequence must find a token's room in a step, or decoding would starve it."""
+    if not 1 <= max_running <= step_tokens:
+        raise ConfigError(
+            "--max-running",
+            found=max_running,
+            allowed=f"1 to --step-tokens ({step_tokens})",
+            remedy="lower --max-running or raise --step-tokens",
+        )

@@ -1,0 +1,247 @@
+"""The engine: messages in, steps of the scheduler and its runner, frames of tokens out.
+
+    handle(channel, message)     Submit → sequences, one a lane; Abort, FinishLane, Drain
+    step() → frames              expire → plan → execute → apply → one Step a channel
+
+Nothing here waits or does I/O: process.py brings the messages and carries the frames.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import assert_never
+
+import msgspec
+
+from engine.framing import AGENT_CHANNEL
+from engine.memory import rss_bytes
+from engine.schedule.events import (
+    SequenceEvent,
+    SequenceFailed,
+    SequenceFinished,
+    SequenceRefused,
+    SequenceStarted,
+    TokensProduced,
+)
+from engine.schedule.plan import Runner
+from engine.schedule.scheduler import Scheduler
+from engine.schedule.sequence import NewSequence
+from engine.submit import check_submit
+from policies.contract import page_keys, wire
+
+Frame = tuple[int, bytes]  # (channel, encoded message)
+
+_REMEMBERED_SUBMITS = 8192
+_SEEDS = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """Where a sequence's tokens go, and whose usage it is."""
+
+    channel: int
+    lane: int
+    request_id: str
+    attempt: int
+
+
+class Engine:
+    """One model's sequences on one scheduler and one runner; single-threaded."""
+
+    def __init__(
+        self,
+        info: wire.EngineInfo,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        vocab_size: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.info = info
+        self.scheduler = scheduler
+        self.advanced = False  # the last step() computed something
+        self._runner = runner
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self._advanced_at = clock()
+        self._draining = False
+        self._sequence_ids = itertools.count(1)
+        self._streams: dict[int, _Stream] = {}  # by sequence id
+        self._sequence_by_lane: dict[tuple[int, int], int] = {}
+        self._submits: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._steps: dict[int, wire.Step] = {}  # by channel: what the next frames carry
+        self._records: list[wire.UsageRecord] = []
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    # --- messages in ----------------------------------------------------------------------------
+
+    def handle(self, channel: int, message: wire.AgentToEngine) -> None:
+        """Take one message of a link (or of the agent); answers come with the next step()."""
+        now = self._clock()
+        match message:
+            case wire.Submit():
+                self._submit(channel, message, now)
+            case wire.Abort(lanes=()):
+                for lane in [lane for at, lane in self._sequence_by_lane if at == channel]:
+                    self._abort(channel, lane, now)
+            case wire.Abort():
+                for lane in message.lanes:
+                    self._abort(channel, lane, now)
+            case wire.FinishLane():
+                sequence_id = self._sequence_by_lane.get((channel, message.lane))
+                if sequence_id is not None:  # else: it ended while the message travelled
+                    self._route(self.scheduler.finish(sequence_id, message.keep, now))
+            case wire.Drain():
+                self._draining = message.drain
+            case _:
+                assert_never(message)
+
+    def _submit(self, channel: int, submit: wire.Submit, now: float) -> None:
+        attempt = (submit.request_id, submit.attempt)
+        if attempt in self._submits:
+            return
+        self._submits[attempt] = None
+        if len(self._submits) > _REMEMBERED_SUBMITS:
+            self._submits.popitem(last=False)
+        for index, lane in enumerate(submit.lanes):
+            stream = _Stream(channel, lane, submit.request_id, submit.attempt)
+            if (channel, lane) in self._sequence_by_lane:
+                # Whose tokens would they be? Neither stream can be trusted from here on.
+                self._abort(channel, lane, now)
+                self._refuse(stream, "lane_in_use", f"lane: found {lane} busy, allowed a free one")
+                continue
+            try:
+                prompt = check_submit(submit, self._vocab_size, draining=self._draining)
+                sequence_id = next(self._sequence_ids)
+                root = page_keys.seed(
+                    identity=self.info.identity,
+                    tokenizer_digest=self.info.tokenizer_digest,
+                    page_size=self.info.page_size,
+                    salt=submit.salt,
+                )
+                sampling = submit.sampling
+                if index:  # lanes of one request differ only by their noise
+                    seed = (sampling.seed + index) % _SEEDS
+                    sampling = msgspec.structs.replace(sampling, seed=seed)
+                self.scheduler.submit(
+                    NewSequence(sequence_id, prompt, root, sampling, now + submit.deadline_s), now
+                )
+            except SequenceRefused as refused:
+                self._refuse(stream, refused.code, refused.message)
+                continue
+            self._streams[sequence_id] = stream
+            self._sequence_by_lane[channel, lane] = sequence_id
+            self._runner.begin(sequence_id, prompt)
+
+    def _abort(self, channel: int, lane: int, now: float) -> None:
+        sequence_id = self._sequence_by_lane.get((channel, lane))
+        if sequence_id is not None:  # else: it ended while the message travelled
+            self._route(self.scheduler.abort(sequence_id, now))
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def step(self) -> list[Frame]:
+        """Compute one step if there is work; returns all that is to be sent.
+
+        Whatever the runner raises passes through: call fail() then, send its frames, and end.
+        """
+        now = self._clock()
+        self._route(self.scheduler.expire(now))
+        plan = self.scheduler.plan(now)
+        self.advanced = plan is not None
+        if plan is not None:
+            result = self._runner.execute(plan)
+            self._advanced_at = self._clock()
+            self._route(self.scheduler.apply(result, self._advanced_at))
+        elif not self.has_work:
+            self._advanced_at = now
+        return self._take_frames()
+
+    def fail(self, code: str, message: str) -> list[Frame]:
+        """End every sequence with this error."""
+        self._route(self.scheduler.fail_all(code, message))
+        return self._take_frames()
+
+    def news(self) -> Frame:
+        """Load and page events since the last news, for the agent."""
+        load = self.scheduler.load()
+        first_event, events = self.scheduler.take_page_events()
+        report = wire.EngineReport(
+            engine=self.info.engine,
+            state="ready",
+            step=self.scheduler.step,
+            step_age_s=self._clock() - self._advanced_at,
+            waiting_sequences=load.waiting_sequences,
+            running_sequences=load.running_sequences,
+            uncached_tokens=load.uncached_tokens,
+            pages_total=load.pages_total,
+            pages_free=load.pages_free,
+            pages_held=load.pages_held,
+            pages_cached=load.pages_cached,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            decode_tokens_per_s=load.decode_tokens_per_s,
+            preemptions=load.preemptions,
+            rss_bytes=rss_bytes(),
+        )
+        return AGENT_CHANNEL, wire.encode(wire.EngineNews(report, first_event, events))
+
+    # --- events out -----------------------------------------------------------------------------
+
+    def _route(self, events: Iterable[SequenceEvent]) -> None:
+        for event in events:
+            stream = self._streams[event.sequence_id]
+            step = self._step_of(stream.channel)
+            match event:
+                case TokensProduced(tokens=tokens):
+                    for token in tokens:
+                        step.lanes.append(stream.lane)
+                        step.tokens.append(token)
+                case SequenceStarted():
+                    step.rare.append(wire.Started(stream.lane, event.cached_tokens, event.queue_s))
+                case SequenceFinished(reason=reason, usage=usage):
+                    step.rare.append(wire.Finished(stream.lane, reason, usage))
+                    self._end(event.sequence_id, stream, reason, usage)
+                case SequenceFailed(code=code, message=message, usage=usage):
+                    step.rare.append(wire.Failed(stream.lane, code, message, usage))
+                    self._end(event.sequence_id, stream, "error", usage)
+                case _:
+                    assert_never(event)
+
+    def _end(
+        self, sequence_id: int, stream: _Stream, reason: wire.FinishReason, usage: wire.Usage
+    ) -> None:
+        del self._streams[sequence_id], self._sequence_by_lane[stream.channel, stream.lane]
+        self._runner.end(sequence_id)
+        self._record(stream, reason, usage)
+
+    def _refuse(self, stream: _Stream, code: str, message: str) -> None:
+        usage = wire.Usage()
+        step = self._step_of(stream.channel)
+        step.rare.append(wire.Failed(stream.lane, code, message, usage))
+        self._record(stream, "error", usage)
+
+    def _record(self, stream: _Stream, reason: wire.FinishReason, usage: wire.Usage) -> None:
+        self._records.append(
+            wire.UsageRecord(stream.request_id, stream.attempt, stream.lane, reason, usage)
+        )
+
+    def _step_of(self, channel: int) -> wire.Step:
+        step = self._steps.get(channel)
+        if step is None:
+            step = self._steps[channel] = wire.Step(self.info.engine, 0, [], [], [])
+        return step
+
+    def _take_frames(self) -> list[Frame]:
+        frames: list[Frame] = []
+        for channel, step in self._steps.items():
+            step.step = self.scheduler.step
+            frames.append((channel, wire.encode(step)))
+        frames += [(AGENT_CHANNEL, wire.encode(record)) for record in self._records]
+        self._steps, self._records = {}, []
+        return frames

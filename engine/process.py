@@ -1,0 +1,145 @@
+"""The engine as a process: a socketpair to its node agent, a reader thread, and the loop.
+
+The agent is the only peer. When it is gone (end of file) there is nobody to compute for and nothing
+to save, so the reader thread ends the process at once, even in the middle of a step. SIGTERM keeps
+its default action for the same reason.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from engine.engine import Engine, Frame
+from engine.framing import FrameError, FrameReader, frame
+from policies.contract import wire
+
+NEWS_EVERY_S = 1.0
+EXIT_AGENT_GONE = 0
+EXIT_ENGINE_ERROR = 1
+EXIT_BAD_FRAMES = 3
+
+_INBOX_MESSAGES = 4096
+_STALLED_WAIT_S = 0.005  # there is work, but nothing of it can run now
+_SEND_TIMEOUT_S = 10.0  # an agent that reads nothing for so long is as good as gone
+_SEND_BUFFER_BYTES = 4 << 20
+_RECEIVE_BYTES = 1 << 18
+
+Message = tuple[int, wire.AgentToEngine]
+
+
+class Connection:
+    """Frames to and from the agent. Both directions are bounded: a full inbox stops the reading,
+    a full socket buffer stops the engine until the agent reads on."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        send_timeout_s: float = _SEND_TIMEOUT_S,
+        exit_process: Callable[[int], object] = os._exit,
+    ) -> None:
+        self._socket = sock
+        self._exit = exit_process
+        self._inbox: queue.Queue[Message] = queue.Queue(_INBOX_MESSAGES)
+        sock.setblocking(True)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        # Not settimeout(): that would cut the reader's waiting short as well.
+        timeout = struct.pack("ll", int(send_timeout_s), int(send_timeout_s % 1 * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+        self._reader = threading.Thread(target=self._read, name="agent-reader", daemon=True)
+        self._reader.start()
+
+    def send(self, frames: Iterable[Frame]) -> None:
+        """Raises OSError when the agent is gone, or has not read for send_timeout_s."""
+        data = b"".join([frame(channel, message) for channel, message in frames])
+        if data:
+            self._socket.sendall(data)
+
+    def receive(self, timeout_s: float) -> list[Message]:
+        """All messages that have come; waits up to timeout_s for the first."""
+        messages: list[Message] = []
+        try:
+            if timeout_s > 0:
+                messages.append(self._inbox.get(timeout=timeout_s))
+            while True:
+                messages.append(self._inbox.get_nowait())
+        except queue.Empty:
+            return messages
+
+    def _read(self) -> None:
+        reader = FrameReader()
+        code = EXIT_AGENT_GONE
+        try:
+            while data := self._socket.recv(_RECEIVE_BYTES):
+                for channel, message in reader.feed(data):
+                    try:
+                        decoded = wire.decode_from_agent(message)
+                    except msgspec.MsgspecError as error:
+                        # A newer agent may say what we do not know; the socket stays good.
+                        _log("message_skipped", channel=channel, error=str(error))
+                    else:
+                        self._inbox.put((channel, decoded))
+        except FrameError as error:
+            _log("bad_frame", error=str(error))
+            code = EXIT_BAD_FRAMES
+        except OSError as error:
+            _log("agent_lost", error=str(error))
+        self._exit(code)
+
+
+def run(engine: Engine, connection: Connection, clock: Callable[[], float] = time.monotonic) -> int:
+    """Serve until the agent is gone or the runner breaks; returns the process's exit code."""
+    try:
+        return _run(engine, connection, clock)
+    except OSError as error:
+        _log("agent_lost", error=str(error))
+        return EXIT_AGENT_GONE
+
+
+def _run(engine: Engine, connection: Connection, clock: Callable[[], float]) -> int:
+    news_at = clock()
+    while True:
+        if engine.advanced and engine.has_work:
+            wait_s = 0.0
+        elif engine.has_work:
+            wait_s = _STALLED_WAIT_S
+        else:
+            wait_s = max(0.0, news_at - clock())
+        messages = connection.receive(wait_s)
+        try:
+            for channel, message in messages:
+                engine.handle(channel, message)
+            frames = engine.step()
+        except Exception as error:
+            traceback.print_exc()
+            _log("engine_error", error=f"{type(error).__name__}: {error}")
+            connection.send(
+                engine.fail(
+                    "engine_error",
+                    f"engine: found {type(error).__name__} in a step, allowed none; it restarts, "
+                    "send the request again",
+                )
+            )
+            return EXIT_ENGINE_ERROR
+        # Residency is news for routing: told each second, and as soon as the work is done.
+        fresh = not engine.has_work and engine.scheduler.cache.has_events
+        if fresh or clock() >= news_at:
+            frames.append(engine.news())
+            news_at = clock() + NEWS_EVERY_S
+        connection.send(frames)
+
+
+def _log(event: str, **fields: object) -> None:
+    line = msgspec.json.encode({"event": f"engine_{event.removeprefix('engine_')}", **fields})
+    sys.stderr.write(line.decode() + "\n")
+    sys.stderr.flush()

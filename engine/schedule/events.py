@@ -1,0 +1,69 @@
+"""What the scheduler says: events of a sequence's life, its refusals, and its load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from policies.contract.wire import FinishReason, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStarted:
+    """Once a sequence, before its first token. queue_s: from submit to its first step's plan."""
+
+    sequence_id: int
+    cached_tokens: int
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokensProduced:
+    """In order; a stop token is among them, and counted."""
+
+    sequence_id: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFinished:
+    sequence_id: int
+    reason: FinishReason
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFailed:
+    """code is a name from docs/errors.md."""
+
+    sequence_id: int
+    code: str
+    message: str
+    usage: Usage
+
+
+SequenceEvent = SequenceStarted | TokensProduced | SequenceFinished | SequenceFailed
+
+
+class SequenceRefused(Exception):
+    """A sequence that was not accepted; nothing of it is kept. code is from docs/errors.md."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Figures of wire.EngineReport. Pages: free + held + cached = total."""
+
+    waiting_sequences: int
+    running_sequences: int
+    uncached_tokens: int
+    pages_total: int
+    pages_free: int
+    pages_held: int
+    pages_cached: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    preemptions: int

@@ -1,0 +1,28 @@
+"""How fast the engine computes, as running averages over its steps."""
+
+from __future__ import annotations
+
+_WEIGHT = 0.2  # of the newest step
+
+
+class Rates:
+    """Tokens per second of prefill and of decode, from (tokens, seconds) of each step."""
+
+    def __init__(self, prefill_tokens_per_s: float) -> None:
+        self.prefill_tokens_per_s = prefill_tokens_per_s
+        self.decode_tokens_per_s = 0.0
+        self._measured = False
+
+    def record(self, *, prefill_tokens: int, decode_tokens: int, step_s: float) -> None:
+        """A mixed step counts for what most of its tokens were."""
+        if step_s <= 0.0:
+            return
+        rate = (prefill_tokens + decode_tokens) / step_s
+        if prefill_tokens > decode_tokens:
+            # The first measurement replaces the guess that the scheduler was built with.
+            weight = _WEIGHT if self._measured else 1.0
+            self._measured = True
+            self.prefill_tokens_per_s += weight * (rate - self.prefill_tokens_per_s)
+        elif decode_tokens:
+            weight = _WEIGHT if self.decode_tokens_per_s else 1.0
+            self.decode_tokens_per_s += weight * (rate - self.decode_tokens_per_s)

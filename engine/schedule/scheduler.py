@@ -1,0 +1,443 @@
+"""Decides every step: which sequences run, on which pages, and who must wait. No torch, no I/O.
+
+One counter, no phases: a step gives each running sequence some of the tokens that num_computed
+still lacks. Rows of one token (decoding) come first; what is left of the token budget goes to
+prompts, shortest uncached first, where waiting counts as work done at the measured rate, so that
+the order is kind to short prompts and a long one still cannot starve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from engine.config import ScheduleConfig
+from engine.schedule.events import (
+    Load,
+    SequenceEvent,
+    SequenceFailed,
+    SequenceFinished,
+    SequenceRefused,
+    SequenceStarted,
+    TokensProduced,
+)
+from engine.schedule.pages import HoldKind, PageId, PagePool
+from engine.schedule.plan import Row, StepPlan, StepResult
+from engine.schedule.prefix_cache import PrefixCache
+from engine.schedule.rates import Rates
+from engine.schedule.sequence import NewSequence, Sequence, State
+from policies.contract.wire import FinishReason, PageEvent
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A step while it is being filled."""
+
+    budget: int
+    preempted: set[int]  # not admitted again in the same step
+    rows: list[Row] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    assigned: list[tuple[int, int]] = field(default_factory=list)
+    zero_tails: list[tuple[int, int]] = field(default_factory=list)
+    computing: set[bytes] = field(default_factory=set)  # keys of pages that this step writes
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    plan: StepPlan
+    sequences: list[Sequence]
+    planned_at: float
+
+
+class Scheduler:
+    """submit · abort · finish · expire between steps; plan → (a runner executes) → apply."""
+
+    def __init__(self, config: ScheduleConfig) -> None:
+        self.config = config
+        self.pool = PagePool(config.num_pages)
+        self.cache = PrefixCache(self.pool)
+        self.rates = Rates(config.prefill_tokens_per_s)
+        self.step = 0
+        self.preemptions = 0
+        self._pool_tokens = config.num_pages * config.page_size
+        self._max_tokens = min(config.context_tokens, self._pool_tokens)
+        self._sequences: dict[int, Sequence] = {}
+        self._waiting: dict[int, Sequence] = {}
+        self._running: dict[int, Sequence] = {}  # in order of admission
+        self._in_flight: _InFlight | None = None
+        self._step_holds: dict[int, list[PageId]] = {}
+
+    # --- between steps --------------------------------------------------------------------------
+
+    def submit(self, new: NewSequence, now: float) -> None:
+        """Let a sequence wait for its first step. Raises SequenceRefused if it can never run."""
+        if new.sequence_id in self._sequences:
+            raise ValueError(f"sequence {new.sequence_id} is already here")
+        num_prompt, context = len(new.prompt), self.config.context_tokens
+        if num_prompt < 1 or new.sampling.max_tokens < 1:
+            raise SequenceRefused(
+                "invalid_submit",
+                f"prompt and max_tokens: found {num_prompt} and {new.sampling.max_tokens} tokens, "
+                "allowed 1 or more of each; send at least one token and ask for one",
+            )
+        if num_prompt >= context:
+            raise SequenceRefused(
+                "context_length_exceeded",
+                f"prompt: found {num_prompt} tokens, allowed {context - 1} (a context of {context} "
+                "less one to produce); shorten the prompt",
+            )
+        if num_prompt >= self._pool_tokens:
+            raise SequenceRefused(
+                "pool_too_small",
+                f"prompt: found {num_prompt} tokens, allowed {self._pool_tokens - 1} (a pool of "
+                f"{self._pool_tokens} tokens less one to produce); raise --kv-device-tokens",
+            )
+        if len(self._waiting) >= self.config.max_waiting:
+            raise SequenceRefused(
+                "engine_full",
+                f"waiting sequences: found {len(self._waiting)}, allowed "
+                f"{self.config.max_waiting}; try again later or elsewhere",
+            )
+        sequence = Sequence(new, now)
+        self._sequences[new.sequence_id] = self._waiting[new.sequence_id] = sequence
+
+    def abort(self, sequence_id: int, now: float) -> list[SequenceEvent]:
+        """The client left. An id that is unknown (or over) is no error: aborts cross finishes."""
+        sequence = self._sequences.get(sequence_id)
+        return [] if sequence is None else [self._finish(sequence, "abort")]
+
+    def finish(self, sequence_id: int, keep: int, now: float) -> list[SequenceEvent]:
+        """A stop string matched at the gateway: end with `keep` completion tokens billed."""
+        sequence = self._sequences.get(sequence_id)
+        return [] if sequence is None else [self._finish(sequence, "stop", keep)]
+
+    def expire(self, now: float) -> list[SequenceEvent]:
+        """End what is past its deadline."""
+        late = [sequence for sequence in self._sequences.values() if sequence.deadline <= now]
+        return [
+            self._fail(
+                sequence,
+                "deadline_exceeded",
+                f"deadline: found {now - sequence.arrived_at:.1f} s since the submit, allowed "
+                f"{sequence.deadline - sequence.arrived_at:.1f} s; allow more or ask for less",
+            )
+            for sequence in late
+        ]
+
+    def fail_all(self, code: str, message: str) -> list[SequenceEvent]:
+        """End everything: the runner is broken."""
+        return [self._fail(sequence, code, message) for sequence in list(self._sequences.values())]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    def load(self) -> Load:
+        uncached = sum(self._uncached_tokens(waiting) for waiting in self._waiting.values())
+        for sequence in self._running.values():
+            if sequence.num_uncomputed > 1:
+                uncached += sequence.num_uncomputed
+        return Load(
+            waiting_sequences=len(self._waiting),
+            running_sequences=len(self._running),
+            uncached_tokens=uncached,
+            pages_total=self.pool.num_pages,
+            pages_free=self.pool.num_free,
+            pages_held=self.pool.num_held,
+            pages_cached=self.pool.num_cached,
+            prefill_tokens_per_s=self.rates.prefill_tokens_per_s,
+            decode_tokens_per_s=self.rates.decode_tokens_per_s,
+            preemptions=self.preemptions,
+        )
+
+    def take_page_events(self) -> tuple[int, list[PageEvent]]:
+        """(sequence number of the first, the page events since the last call)."""
+        return self.cache.take_events()
+
+    # --- a step ---------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None when nothing can be computed now."""
+        if self._in_flight is not None:
+            raise RuntimeError(f"step {self.step} is still in flight; apply its result first")
+        preempted: set[int] = set()  # stay out of this step, so that pages are not passed around
+        draft = self._fill(now, preempted)
+        while not draft.rows and self._running:
+            # Every running prompt lacks a page that only another running prompt can give up.
+            self._preempt(self._latest_admitted(), preempted)
+            draft = self._fill(now, preempted)
+        if not draft.rows and preempted:
+            draft = self._fill(now, set())  # nothing runs: now every idle page can be evicted
+        if not draft.rows:
+            return None
+        self.step += 1
+        plan = StepPlan(
+            self.step, tuple(draft.rows), tuple(draft.assigned), tuple(draft.zero_tails)
+        )
+        self._in_flight = _InFlight(plan, draft.sequences, now)
+        return plan
+
+    def apply(self, result: StepResult, now: float) -> list[SequenceEvent]:
+        """Take a step's result into the books; what it computed becomes findable only here."""
+        in_flight = self._in_flight
+        if in_flight is None or in_flight.plan.step != result.step:
+            raise ValueError(f"result of step {result.step}: that step is not in flight")
+        self._in_flight = None
+        if held := self._step_holds.pop(result.step, None):
+            self.pool.release(held, HoldKind.STEP)
+        self._measure(in_flight, result, now)
+        events: list[SequenceEvent] = []
+        rows = zip(in_flight.plan.rows, in_flight.sequences, result.tokens, strict=True)
+        for index, (row, sequence, token) in enumerate(rows):
+            if sequence.state is State.FINISHED:  # ended while the step ran
+                continue
+            if not sequence.started:
+                sequence.started = True
+                queue_s = sequence.first_planned_at - sequence.arrived_at
+                events.append(
+                    SequenceStarted(sequence.sequence_id, sequence.cached_tokens, queue_s)
+                )
+            if result.corrupt and index in result.corrupt:
+                events.append(self._fail_corrupt(sequence))
+                continue
+            end = row.start + len(row.token_ids)
+            # "Not yet" concerns the sampled position alone; what came before it is computed.
+            sequence.num_computed = end - 1 if row.samples and token is None else end
+            self._publish(sequence)
+            if token is not None:
+                assert row.samples, f"row {index} got a token and did not ask for one"
+                self._append(sequence, token, events)
+        return events
+
+    # --- filling a step -------------------------------------------------------------------------
+
+    def _fill(self, now: float, preempted: set[int]) -> _Draft:
+        draft = _Draft(self.config.step_tokens, preempted)
+        prompts = self._place_decodes(draft)
+        self._place_prompts(draft, prompts, now)
+        return draft
+
+    def _place_decodes(self, draft: _Draft) -> list[Sequence]:
+        """Rows of one token, in order of admission; returns the running prompts."""
+        prompts: list[Sequence] = []
+        page_size = self.config.page_size
+        for sequence in list(self._running.values()):
+            num_tokens = len(sequence.tokens)
+            if num_tokens - sequence.num_computed > 1:
+                prompts.append(sequence)
+                continue
+            while (
+                sequence.state is State.RUNNING
+                and len(sequence.page_table[0]) * page_size < num_tokens
+                and not self._grow(draft, sequence, num_tokens)
+            ):
+                # Rows placed so far were admitted earlier, so the victim is never one of them.
+                self._preempt(self._latest_admitted(), draft.preempted)
+            if sequence.state is State.RUNNING:
+                self._place(draft, sequence, num_tokens)
+        return [sequence for sequence in prompts if sequence.state is State.RUNNING]
+
+    def _place_prompts(self, draft: _Draft, prompts: list[Sequence], now: float) -> None:
+        """Rows of many tokens, running and waiting alike, shortest uncached first with ageing."""
+        if draft.budget <= 0:
+            return
+        rate = self.rates.prefill_tokens_per_s
+        queue = [(s.num_uncomputed + rate * s.arrived_at, s) for s in prompts]
+        if len(self._running) < self.config.max_running:
+            for waiting in self._waiting.values():
+                if waiting.sequence_id not in draft.preempted:
+                    uncached = self._uncached_tokens(waiting)
+                    queue.append((uncached + rate * waiting.arrived_at, waiting))
+        queue.sort(key=lambda entry: entry[0])  # stable: ties keep the order of admission, arrival
+        admitting = True
+        for _, sequence in queue:
+            if draft.budget <= 0:
+                return
+            if sequence.state is State.WAITING:
+                if not admitting or len(self._running) >= self.config.max_running:
+                    continue
+                if self._is_being_computed(draft, sequence):
+                    continue  # one step later its prefix is a hit
+                if not self._admit(sequence, now):
+                    # Nobody behind may take the pages that it waits for, or it could starve.
+                    admitting = False
+                    continue
+            end = min(len(sequence.tokens), sequence.num_computed + draft.budget)
+            self._grow(draft, sequence, end)
+            end = min(end, len(sequence.page_table[0]) * self.config.page_size)
+            if end > sequence.num_computed:
+                self._place(draft, sequence, end)
+
+    def _place(self, draft: _Draft, sequence: Sequence, end: int) -> None:
+        """Add the row that computes [num_computed, end); its pages are there already."""
+        start = sequence.num_computed
+        draft.rows.append(
+            Row(
+                sequence.sequence_id,
+                start,
+                sequence.tokens[start:end],
+                sequence.page_table,  # type: ignore[arg-type]  # PageId is int
+                sequence.generations,
+                sequence.sampling,
+                len(sequence.tokens) - sequence.num_prompt,
+                end == len(sequence.tokens),
+            )
+        )
+        draft.sequences.append(sequence)
+        draft.budget -= end - start
+        page_size = self.config.page_size
+        offset = end % page_size
+        if offset and draft.assigned:
+            last = (sequence.page_table[0][-1], sequence.generations[0][-1])
+            if draft.assigned[-1] == last:  # new in this step: its tail was never written
+                draft.zero_tails.append((last[0], offset))
+        if end - start > 1:
+            draft.computing.update(sequence.keys[start // page_size : -(-end // page_size)])
+
+    def _is_being_computed(self, draft: _Draft, sequence: Sequence) -> bool:
+        if not draft.computing:
+            return False
+        keys = sequence.hit_keys(self.config.page_size)
+        depth = self.cache.depth(keys)
+        return depth < len(keys) and keys[depth] in draft.computing
+
+    def _admit(self, sequence: Sequence, now: float) -> bool:
+        """Move a waiting sequence to running on its prefix hit, if its whole history fits.
+
+        Room is asked for the history, for what running prompts still need, and for one page each
+        running sequence may soon grow by; so a prompt rarely has to be preempted half computed.
+        """
+        page_size = self.config.page_size
+        keys = sequence.hit_keys(page_size)
+        pages = self.cache.hold_prefix(keys, len(keys))
+        need = self._num_pages(len(sequence.tokens)) - len(pages)
+        for running in self._running.values():
+            lacks = self._num_pages(len(running.tokens)) - len(running.page_table[0])
+            need += 1 + max(0, lacks)
+        if need > self.pool.num_free + self.pool.num_cached:
+            self.pool.release(reversed(pages), HoldKind.SEQUENCE)
+            return False
+        del self._waiting[sequence.sequence_id]
+        self._running[sequence.sequence_id] = sequence
+        sequence.admit(pages, [self.pool.generations[page] for page in pages], page_size)
+        if not sequence.started:
+            sequence.first_planned_at = now
+            sequence.cached_tokens = sequence.num_computed
+        return True
+
+    def _grow(self, draft: _Draft, sequence: Sequence, num_tokens: int) -> bool:
+        """Add pages until num_tokens fit, evicting what nobody uses; False if it fell short."""
+        (pages,), (generations,) = sequence.page_table, sequence.generations
+        for _ in range(self._num_pages(num_tokens) - len(pages)):
+            page = self.pool.take(HoldKind.SEQUENCE)
+            if page is None and self.cache.evict():
+                page = self.pool.take(HoldKind.SEQUENCE)
+            if page is None:
+                return False
+            pages.append(page)
+            generations.append(self.pool.generations[page])
+            draft.assigned.append((page, self.pool.generations[page]))
+        return True
+
+    def _preempt(self, sequence: Sequence, preempted: set[int]) -> None:
+        """Back to waiting, pages given up; the history stays and is computed again, or hit."""
+        del self._running[sequence.sequence_id]
+        self._waiting[sequence.sequence_id] = sequence
+        self.pool.release(sequence.leave(State.WAITING), HoldKind.SEQUENCE)
+        self.preemptions += 1
+        preempted.add(sequence.sequence_id)
+
+    def _latest_admitted(self) -> Sequence:
+        return self._running[next(reversed(self._running))]
+
+    def _uncached_tokens(self, sequence: Sequence) -> int:
+        page_size = self.config.page_size
+        return len(sequence.tokens) - self.cache.depth(sequence.hit_keys(page_size)) * page_size
+
+    def _num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.page_size)
+
+    # --- taking a result ------------------------------------------------------------------------
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Publish the pages that this step sealed."""
+        sealed = sequence.num_computed // self.config.page_size
+        if sealed > sequence.num_sealed:
+            sequence.num_sealed = sealed
+            keys = sequence.page_keys(sealed, self.config.page_size)
+            self.cache.publish(keys, sequence.page_table[0][:sealed])
+
+    def _append(self, sequence: Sequence, token: int, events: list[SequenceEvent]) -> None:
+        sequence.tokens.append(token)
+        events.append(TokensProduced(sequence.sequence_id, (token,)))
+        sampling, produced = sequence.sampling, len(sequence.tokens) - sequence.num_prompt
+        if token in sampling.stop_token_ids and produced >= sampling.min_tokens:
+            events.append(self._finish(sequence, "stop"))
+        elif produced >= sampling.max_tokens or len(sequence.tokens) >= self._max_tokens:
+            events.append(self._finish(sequence, "length"))
+
+    def _fail_corrupt(self, sequence: Sequence) -> SequenceFailed:
+        """Some page of this sequence is not what its tag says: distrust all that it found."""
+        pages: Seq[PageId] = sequence.page_table[0]
+        self.cache.forget(pages)
+        return self._fail(
+            sequence,
+            "page_integrity",
+            "pages: found a tag of another generation, allowed only the expected one; "
+            "send the request again, its prefix will be computed anew",
+        )
+
+    def _measure(self, in_flight: _InFlight, result: StepResult, now: float) -> None:
+        decodes = prompts = 0
+        for row, token in zip(in_flight.plan.rows, result.tokens, strict=True):
+            num_tokens = len(row.token_ids)
+            if num_tokens > 1:
+                prompts += num_tokens
+            elif token is not None:
+                decodes += 1
+        step_s = result.compute_s or now - in_flight.planned_at
+        self.rates.record(prefill_tokens=prompts, decode_tokens=decodes, step_s=step_s)
+
+    # --- the end of a sequence ------------------------------------------------------------------
+
+    def _finish(
+        self, sequence: Sequence, reason: FinishReason, keep: int | None = None
+    ) -> SequenceFinished:
+        self._leave(sequence)
+        return SequenceFinished(sequence.sequence_id, reason, sequence.usage(keep))
+
+    def _fail(self, sequence: Sequence, code: str, message: str) -> SequenceFailed:
+        self._leave(sequence)
+        return SequenceFailed(sequence.sequence_id, code, message, sequence.usage())
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Forget a sequence. Pages that a step in flight still writes keep a step hold."""
+        del self._sequences[sequence.sequence_id]
+        self._waiting.pop(sequence.sequence_id, None)
+        self._running.pop(sequence.sequence_id, None)
+        pages = sequence.leave(State.FINISHED)
+        in_flight = self._in_flight
+        if in_flight is not None and any(row is sequence for row in in_flight.sequences):
+            self.pool.hold(pages, HoldKind.STEP)
+            self._step_holds.setdefault(in_flight.plan.step, []).extend(pages)
+        self.pool.release(pages, HoldKind.SEQUENCE)
+
+    def invariants(self) -> None:
+        """Raise AssertionError unless pages, cache and sequences tell one story."""
+        self.pool.invariants()
+        self.cache.invariants()
+        held: dict[PageId, int] = {}
+        for sequence in self._sequences.values():
+            (pages,), (generations,) = sequence.page_table, sequence.generations
+            assert [self.pool.generations[page] for page in pages] == generations
+            assert sequence.num_computed <= len(sequence.tokens)
+            assert sequence.num_computed <= len(pages) * self.config.page_size
+            waits = sequence.sequence_id in self._waiting
+            assert waits != (sequence.sequence_id in self._running)
+            assert waits == (sequence.state is State.WAITING)
+            assert not (waits and pages)
+            for page in pages:
+                held[page] = held.get(page, 0) + 1
+        for page in map(PageId, range(self.pool.num_pages)):
+            assert self.pool.holds(page, HoldKind.SEQUENCE) == held.get(page, 0)
+        assert len(self._running) <= self.config.max_running

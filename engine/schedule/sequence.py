@@ -1,0 +1,136 @@
+"""One stream of tokens: an append-only history, and how much of it is computed in which pages.
+
+[0, cached)             shared: pages that a prefix hit brought
+[cached, num_computed)  written; pages are published as they seal
+[num_computed, tokens)  to be computed: a prompt's rest, a resumed history, or one new token
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from dataclasses import dataclass
+from enum import Enum
+
+from engine.schedule.pages import PageId
+from policies.contract.page_keys import max_hit_pages, next_key
+from policies.contract.wire import Sampling, Usage, pack_ids
+
+
+class State(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+_NEXT_STATES = {
+    State.WAITING: (State.RUNNING, State.FINISHED),
+    State.RUNNING: (State.WAITING, State.FINISHED),  # waiting again: preempted
+    State.FINISHED: (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """key_root: policies.contract.page_keys.seed(…) of model and tenant. deadline: monotonic."""
+
+    sequence_id: int
+    prompt: array[int]
+    key_root: bytes
+    sampling: Sampling
+    deadline: float | None = None
+
+
+class Sequence:
+    """num_computed chases len(tokens); prefill, decode and resumption differ in nothing else."""
+
+    __slots__ = (
+        "arrived_at",
+        "cached_tokens",
+        "deadline",
+        "first_planned_at",
+        "generations",
+        "key_root",
+        "keys",
+        "num_computed",
+        "num_prompt",
+        "num_sealed",
+        "page_table",
+        "sampling",
+        "sequence_id",
+        "started",
+        "state",
+        "tokens",
+    )
+
+    def __init__(self, new: NewSequence, now: float) -> None:
+        self.sequence_id = new.sequence_id
+        self.tokens = array("I", new.prompt)
+        self.num_prompt = len(new.prompt)
+        self.num_computed = 0
+        self.num_sealed = 0  # pages that were published, or came from the cache
+        self.sampling = new.sampling
+        self.deadline = math.inf if new.deadline is None else new.deadline
+        self.arrived_at = now
+        self.first_planned_at = now
+        self.cached_tokens = 0  # of the first admission: what the client did not pay in full
+        self.started = False
+        self.state = State.WAITING
+        self.key_root = new.key_root
+        self.keys: list[bytes] = []
+        self.page_table: tuple[list[PageId], ...] = ([],)
+        self.generations: tuple[list[int], ...] = ([],)
+
+    def transition(self, state: State) -> None:
+        """The only way to change state; raises ValueError on a step the table does not know."""
+        if state not in _NEXT_STATES[self.state]:
+            raise ValueError(f"sequence {self.sequence_id}: {self.state.value} → {state.value}")
+        self.state = state
+
+    @property
+    def num_completion(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    def usage(self, keep: int | None = None) -> Usage:
+        """Tokens so far; keep clips the completion (a stop string was matched earlier)."""
+        produced = self.num_completion
+        completion = produced if keep is None else min(max(keep, 0), produced)
+        return Usage(self.num_prompt, self.cached_tokens, completion)
+
+    def page_keys(self, num_pages: int, page_size: int) -> list[bytes]:
+        """Keys of the first num_pages full pages of the history; grown as the history grows."""
+        keys = self.keys
+        parent = keys[-1] if keys else self.key_root
+        for start in range(len(keys) * page_size, num_pages * page_size, page_size):
+            parent = next_key(parent, pack_ids(self.tokens[start : start + page_size]))
+            keys.append(parent)
+        return keys[:num_pages]
+
+    def hit_keys(self, page_size: int) -> list[bytes]:
+        """Keys that a prefix hit may cover: the last token is always computed."""
+        return self.page_keys(max_hit_pages(len(self.tokens), page_size), page_size)
+
+    def admit(self, pages: list[PageId], generations: list[int], page_size: int) -> None:
+        """Start to run on a prefix hit of these pages (maybe none)."""
+        self.transition(State.RUNNING)
+        self.page_table = (pages,)
+        self.generations = (generations,)
+        self.num_sealed = len(pages)
+        self.num_computed = len(pages) * page_size
+
+    def leave(self, state: State) -> list[PageId]:
+        """Stop running; returns the pages given up, tail first, so that tails are evicted first.
+
+        The lists of a row in flight stay as they were: new ones take their place.
+        """
+        self.transition(state)
+        (pages,) = self.page_table
+        self.page_table = ([],)
+        self.generations = ([],)
+        self.num_sealed = 0
+        self.num_computed = 0
+        return pages[::-1]

@@ -1,0 +1,50 @@
+"""Probes and the front door: none spends a token, none tells versions to strangers."""
+
+from __future__ import annotations
+
+from gateway.api.exchange import Exchange
+from gateway.services import Services
+
+
+async def live(_services: Services, exchange: Exchange) -> None:
+    """The process answers; nothing more is claimed."""
+    await exchange.reply(200, b"ok\n", content_type="text/plain")
+
+
+async def started(services: Services, exchange: Exchange) -> None:
+    ok = services.started
+    await exchange.reply(
+        200 if ok else 503, b"started\n" if ok else b"starting\n", content_type="text/plain"
+    )
+
+
+async def ready(services: Services, exchange: Exchange) -> None:
+    """Ready comes from progress: a node whose reports are fresh, and a ledger that takes rows."""
+    reasons: list[str] = []
+    if not services.started:
+        reasons.append("starting")
+    if services.draining.is_set():
+        reasons.append("draining")
+    if not services.fleet.models():
+        reasons.append("no_node_ready")
+    if services.ledger.health().state != "ok":
+        reasons.append("ledger_" + services.ledger.health().state)
+    await exchange.reply_json(
+        {"ready": not reasons, "reasons": reasons}, status=503 if reasons else 200
+    )
+
+
+async def root(_services: Services, exchange: Exchange) -> None:
+    await exchange.reply(200, b"kagari: the API is under /v1\n", content_type="text/plain")
+
+
+async def metrics(services: Services, exchange: Exchange) -> None:
+    """Prometheus text; gauges are read at the moment of asking."""
+    board = services.metrics
+    board.set("kagari_requests_in_flight", services.admission.in_flight)
+    board.set("kagari_reserved_tokens", services.admission.reserved_tokens)
+    board.set("kagari_ledger_open_rows", services.ledger.health().open_rows)
+    states = [node.state for node in services.fleet.nodes()]
+    for state in ("joining", "ready", "suspect", "draining", "lost"):
+        board.set("kagari_nodes", states.count(state), state=state)
+    await exchange.reply(200, board.text(), content_type="text/plain; version=0.0.4; charset=utf-8")

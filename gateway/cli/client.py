@@ -1,0 +1,131 @@
+"""A small client of our own gateway for the commands: JSON calls and one streamed chat.
+
+On the standard library, because a command must start quickly and speaks to one known server.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+
+class HttpError(Exception):
+    """The server answered with a status of 400 or more."""
+
+    def __init__(self, status: int, body: str) -> None:
+        super().__init__(f"status {status}: {body[:500]}")
+        self.status = status
+        self.body = body
+
+
+class StreamFailed(Exception):
+    """The stream ended in an error event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where to call and with what secret; url has a scheme, a host and a port."""
+
+    url: str
+    secret: str
+
+    def connect(self, timeout_s: float) -> http.client.HTTPConnection:
+        parts = urlsplit(self.url)
+        return http.client.HTTPConnection(
+            parts.hostname or "127.0.0.1", parts.port, timeout=timeout_s
+        )
+
+    def headers(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
+        return {
+            "authorization": f"Bearer {self.secret}",
+            "content-type": "application/json",
+            **(more or {}),
+        }
+
+
+def call(server: Server, method: str, path: str, body: Any = None, timeout_s: float = 10) -> Any:
+    """One JSON call. Raises HttpError, or OSError and HTTPException when there is no answer."""
+    connection = server.connect(timeout_s)
+    try:
+        payload = None if body is None else json.dumps(body)
+        connection.request(method, path, payload, server.headers())
+        response = connection.getresponse()
+        text = response.read().decode()
+        if response.status >= 400:
+            raise HttpError(response.status, text)
+        return json.loads(text) if text else None
+    finally:
+        connection.close()
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    """What one streamed chat completion came to; times in seconds from the request."""
+
+    request_id: str
+    node: str
+    affinity: str
+    text: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    ttft_s: float
+    total_s: float
+
+
+def sse_data(response: http.client.HTTPResponse) -> Iterator[Any]:
+    """The JSON of each data event until [DONE]; comments are skipped."""
+    for line in response:
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            return
+        yield json.loads(data)
+
+
+def stream_chat(
+    server: Server, body: dict[str, Any], headers: Mapping[str, str], timeout_s: float = 120
+) -> ChatReply:
+    """Raises HttpError before the first byte, StreamFailed on an error event after it."""
+    connection = server.connect(timeout_s)
+    started = time.monotonic()
+    first: float | None = None
+    text: list[str] = []
+    usage: dict[str, Any] = {}
+    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    try:
+        connection.request(
+            "POST", "/v1/chat/completions", json.dumps(asked), server.headers(headers)
+        )
+        response = connection.getresponse()
+        if response.status >= 400:
+            raise HttpError(response.status, response.read().decode())
+        for event in sse_data(response):
+            if "error" in event:
+                raise StreamFailed(f"the stream ended in an error: {event['error']}")
+            for choice in event.get("choices", ()):
+                piece = choice["delta"].get("content")
+                if piece:
+                    first = first if first is not None else time.monotonic()
+                    text.append(piece)
+            usage = event.get("usage") or usage
+        ended = time.monotonic()
+        return ChatReply(
+            request_id=response.headers.get("x-request-id", ""),
+            node=response.headers.get("x-kagari-node", ""),
+            affinity=response.headers.get("x-kagari-affinity", ""),
+            text="".join(text),
+            prompt_tokens=usage["prompt_tokens"],
+            cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+            completion_tokens=usage["completion_tokens"],
+            ttft_s=(first if first is not None else ended) - started,
+            total_s=ended - started,
+        )
+    finally:
+        connection.close()

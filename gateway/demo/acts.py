@@ -1,0 +1,169 @@
+"""What each act claims, decided from its rows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gateway.cli.client import ChatReply
+from gateway.ledger.usage import RequestLine, UsageLine
+from policies.contract.wire import Usage
+from policies.pricing import charge
+
+CLEAR_MARGIN = 0.10  # of the hit rate, which is cached ÷ prompt tokens
+AT_HOME = 0.85  # a busy home may hand a turn to the other node
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of one agent, as the client and the ledger saw it."""
+
+    routing: str
+    agent: str
+    turn: int
+    reply: ChatReply
+    charge_nano_usd: int
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    text: str
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    name: str
+    rows: list[dict[str, Any]]
+    claims: list[Claim]
+
+    @property
+    def ok(self) -> bool:
+        return all(claim.ok for claim in self.claims)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "ok": self.ok,
+            "rows": self.rows,
+            "claims": [asdict(claim) for claim in self.claims],
+        }
+
+
+def hit_rate(turns: Sequence[Turn]) -> float:
+    prompt = sum(turn.reply.prompt_tokens for turn in turns)
+    return sum(turn.reply.cached_tokens for turn in turns) / prompt if prompt else 0.0
+
+
+def mean_ttft_s(turns: Sequence[Turn]) -> float:
+    return sum(turn.reply.ttft_s for turn in turns) / len(turns) if turns else 0.0
+
+
+def affinity_act(before: Sequence[Turn], after: Sequence[Turn]) -> Act:
+    """Round robin without a header, then our routing with it, on the same conversations."""
+    stayed, later = turns_at_home(after)
+    hits = (hit_rate(before), hit_rate(after))
+    margin = f"at least {CLEAR_MARGIN * 100:.0f} points more"
+    costs = (total_charge(before), total_charge(after))
+    claims = [
+        Claim(
+            f"hit rate {hits[0]:.0%} → {hits[1]:.0%}, {margin}",
+            hits[1] >= hits[0] + CLEAR_MARGIN,
+        ),
+        Claim(
+            f"{stayed} of {later} later turns ran on the node of the turn before",
+            later > 0 and stayed >= AT_HOME * later,
+        ),
+        Claim(f"bill {costs[0]:,} → {costs[1]:,} nano-USD", costs[1] < costs[0]),
+    ]
+    return Act("affinity", [turn_row(turn) for turn in (*before, *after)], claims)
+
+
+def turns_at_home(turns: Sequence[Turn]) -> tuple[int, int]:
+    """(turns on the same node as the agent's turn before, turns that had one before)."""
+    home_by_agent: dict[str, str] = {}
+    stayed = later = 0
+    for turn in turns:
+        home = home_by_agent.get(turn.agent)
+        later += home is not None
+        stayed += home == turn.reply.node
+        home_by_agent[turn.agent] = turn.reply.node
+    return stayed, later
+
+
+def total_charge(turns: Sequence[Turn]) -> int:
+    return sum(turn.charge_nano_usd for turn in turns)
+
+
+def turn_row(turn: Turn) -> dict[str, Any]:
+    return {
+        "routing": turn.routing,
+        "agent": turn.agent,
+        "turn": turn.turn,
+        "node": turn.reply.node,
+        "affinity": turn.reply.affinity,
+        "prompt_tokens": turn.reply.prompt_tokens,
+        "cached_tokens": turn.reply.cached_tokens,
+        "completion_tokens": turn.reply.completion_tokens,
+        "ttft_s": round(turn.reply.ttft_s, 4),
+        "charge_nano_usd": turn.charge_nano_usd,
+    }
+
+
+def discount_act(lines: Sequence[RequestLine], total: UsageLine, told: Sequence[ChatReply]) -> Act:
+    """Full price less cached discount is the bill: for each row, for the sums, for the client."""
+    rows = [discount_row(line) for line in lines]
+    sums = {
+        name: sum(row[name] for row in rows)
+        for name in ("full_nano_usd", "discount_nano_usd", "bill_nano_usd")
+    }
+    tokens_by_request = {line.request_id: tokens_of(line) for line in lines}
+    claims = [
+        Claim(
+            "every row: full price − cached discount = bill, by its tokens and rates",
+            bool(rows) and all(row["balances"] for row in rows),
+        ),
+        Claim(
+            "sums of the rows = the ledger's totals, to the nano-USD",
+            (sums["bill_nano_usd"], sums["discount_nano_usd"])
+            == (total.charge_nano_usd, total.saved_nano_usd)
+            and sums["full_nano_usd"] - sums["discount_nano_usd"] == sums["bill_nano_usd"],
+        ),
+        Claim(
+            "the client was told the same tokens as the ledger",
+            all(
+                tokens_by_request.get(reply.request_id)
+                == (reply.prompt_tokens, reply.cached_tokens, reply.completion_tokens)
+                for reply in told
+            ),
+        ),
+        Claim(
+            f"caching saved {sums['discount_nano_usd']:,} nano-USD", sums["discount_nano_usd"] > 0
+        ),
+    ]
+    return Act("discount", [*rows, {"request_id": "sum", **sums}], claims)
+
+
+def tokens_of(line: RequestLine) -> tuple[int, int, int]:
+    return line.prompt_tokens, line.cached_tokens, line.completion_tokens
+
+
+def discount_row(line: RequestLine) -> dict[str, Any]:
+    """The bill worked out again here, beside the one in the ledger."""
+    right = charge(Usage(*tokens_of(line)), line.rates)
+    by_hand = (
+        (line.prompt_tokens - line.cached_tokens) * line.rates.input
+        + line.cached_tokens * line.rates.cached
+        + line.completion_tokens * line.rates.output
+    )
+    return {
+        "request_id": line.request_id,
+        "prompt_tokens": line.prompt_tokens,
+        "cached_tokens": line.cached_tokens,
+        "completion_tokens": line.completion_tokens,
+        "full_nano_usd": right.full,
+        "discount_nano_usd": right.discount,
+        "bill_nano_usd": line.charge_nano_usd,
+        "balances": line.charge_nano_usd == right.full - right.discount == (by_hand + 500) // 1000,
+    }

@@ -1,0 +1,247 @@
+"""`kagari demo`: run the acts on real processes, show them as they happen, check their claims."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from gateway.cli.client import ChatReply, HttpError, StreamFailed, stream_chat
+from gateway.cli.problem import FAILED, Problem
+from gateway.cli.usage import usd
+from gateway.demo.acts import Act, Turn, affinity_act, discount_act, hit_rate, mean_ttft_s
+from gateway.demo.scenario import (
+    COMPLETION_TOKENS,
+    NUM_AGENTS,
+    NUM_TURNS,
+    POOL_TOKENS,
+    Conversation,
+    turn_order,
+)
+from gateway.demo.stack import Stack, StackFailed
+from gateway.ledger.files import LEDGER_NAME
+from gateway.ledger.usage import RequestLine, requests, usage_by
+
+MODEL = "smollm2-135m"
+AT_ONCE = 2  # agents that wait for an answer at the same time
+STAGGER_S = 0.1
+SETTLED_S = 2.0
+
+ROUND_ROBIN = "round robin"
+AFFINITY = "affinity"
+
+
+class Screen:
+    """A table that grows on a terminal, plain lines elsewhere; all on stderr."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True)
+        self._live: Live | None = None
+        self._table = Table()
+
+    @contextmanager
+    def turns(self, title: str) -> Iterator[None]:
+        """Within this, `turn` adds rows to a table of that title."""
+        self._table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for heading in ("agent", "turn", "node", "affinity"):
+            self._table.add_column(heading)
+        for heading in ("prompt", "cached", "first token", "cost USD"):
+            self._table.add_column(heading, justify="right")
+        if not self.console.is_terminal:
+            self.console.print(f"\n{title}", highlight=False)
+            yield
+            return
+        with Live(self._table, console=self.console, refresh_per_second=8) as self._live:
+            yield
+        self._live = None
+
+    def turn(self, turn: Turn) -> None:
+        reply = turn.reply
+        share = reply.cached_tokens / reply.prompt_tokens
+        colour = "green" if share > 0.8 else "yellow" if share > 0.4 else "red"
+        cells = (
+            turn.agent,
+            str(turn.turn),
+            reply.node,
+            reply.affinity,
+            f"{reply.prompt_tokens:,}",
+            f"{reply.cached_tokens:,}",
+            f"{reply.ttft_s:.2f} s",
+            usd(turn.charge_nano_usd),
+        )
+        if self._live is None:
+            self.console.print("  ".join(f"{cell:>9}" for cell in cells), highlight=False)
+            return
+        self._table.add_row(*cells[:5], f"[{colour}]{cells[5]}[/{colour}]", *cells[6:])
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False)
+
+    def verdict(self, act: Act) -> None:
+        for claim in act.claims:
+            mark = "[green]holds[/green]" if claim.ok else "[red]fails[/red]"
+            self.console.print(f"  {mark}  {claim.text}", highlight=False)
+
+
+def run_demo(*, check: bool, as_json: bool) -> None:
+    """Both acts. With check, exit 1 when a claim fails; with as_json, one object on stdout."""
+    screen = Screen()
+    try:
+        acts = play(screen)
+    except (StackFailed, StreamFailed, HttpError, OSError) as error:
+        raise Problem(
+            "demo",
+            found=str(error),
+            allowed="a gateway and two nodes that start and answer",
+            remedy="run kagari doctor, then the demo again with nothing else on the machine",
+            exit_code=FAILED,
+        ) from error
+    if as_json:
+        sys.stdout.write(json.dumps({"acts": [act.as_json() for act in acts]}) + "\n")
+    if check and not all(act.ok for act in acts):
+        raise SystemExit(FAILED)
+
+
+def play(screen: Screen) -> list[Act]:
+    """Act 1 twice on fresh nodes, act 2 from the ledger of its second half."""
+    screen.say(
+        f"{NUM_AGENTS} agents, {NUM_TURNS} turns each, one system prompt for all; 2 nodes that "
+        f"hold {POOL_TOKENS:,} tokens each. All on this machine, with {MODEL}."
+    )
+    with tempfile.TemporaryDirectory(prefix="kagari-demo-") as folder:
+        with started(Path(folder, "before"), {"KAGARI_ROUTING__POLICY": "round_robin"}) as stack:
+            before = conversations(stack, ROUND_ROBIN, screen)
+        with started(Path(folder, "after"), {}) as stack:
+            after = conversations(stack, AFFINITY, screen)
+            ledger = stack.home / LEDGER_NAME
+            lines = settled(ledger, len(after))
+            total = usage_by(ledger, ())[0]
+    affinity = affinity_act(before, after)
+    screen.say("\nAct 1, affinity: what is already computed is found again")
+    screen.say(
+        f"  hit rate {hit_rate(before):.0%} → {hit_rate(after):.0%}, mean time to the first token "
+        f"{mean_ttft_s(before):.2f} s → {mean_ttft_s(after):.2f} s"
+    )
+    screen.verdict(affinity)
+    discount = discount_act(lines, total, [turn.reply for turn in after])
+    screen.say("\nAct 2, discount: full price − cached discount = bill")
+    show_discount(screen, discount)
+    screen.verdict(discount)
+    return [affinity, discount]
+
+
+def started(home: Path, environment: dict[str, str]) -> Stack:
+    """Two nodes with small pools, cold caches and a ledger of their own, on free ports."""
+    return Stack(
+        home,
+        *("--nodes", "2"),
+        *("--port", "0"),
+        *("--model", MODEL),
+        *("--kv-device-tokens", str(POOL_TOKENS)),
+        environment=environment,
+    )
+
+
+def conversations(stack: Stack, routing: str, screen: Screen) -> list[Turn]:
+    """All turns of all agents, AT_ONCE at a time, in an order that shifts from turn to turn."""
+    agents = [Conversation(agent) for agent in range(NUM_AGENTS)]
+    title = {
+        ROUND_ROBIN: "Before: nodes in turn, no session header",
+        AFFINITY: "After: x-session-affinity, and nodes chosen by what they hold",
+    }[routing]
+    turns: list[Turn] = []
+    with screen.turns(title), ThreadPoolExecutor(AT_ONCE) as pool:
+        for turn in range(1, NUM_TURNS + 1):
+            order = turn_order(turn)
+            for start in range(0, NUM_AGENTS, AT_ONCE):
+                pair = [agents[agent] for agent in order[start : start + AT_ONCE]]
+                waiting = []
+                for conversation in pair:
+                    messages = list(conversation.ask(turn))
+                    header = routing == AFFINITY
+                    waiting.append(pool.submit(ask, stack, conversation, messages, header))
+                    time.sleep(STAGGER_S)  # the first is placed before the second comes
+                replies = [future.result(timeout=300) for future in waiting]
+                charges = charges_of(stack.home / LEDGER_NAME, replies)
+                for conversation, reply in zip(pair, replies, strict=True):
+                    conversation.hear(reply.text)
+                    done = Turn(routing, conversation.name, turn, reply, charges[reply.request_id])
+                    turns.append(done)
+                    screen.turn(done)
+    return turns
+
+
+def ask(
+    stack: Stack, conversation: Conversation, messages: list[dict[str, str]], header: bool
+) -> ChatReply:
+    body = {
+        "model": stack.model,
+        "messages": messages,
+        "max_tokens": COMPLETION_TOKENS,
+        "temperature": 0,
+    }
+    headers = {"x-session-affinity": f"demo-{conversation.name}"} if header else {}
+    return stream_chat(stack.api, body, headers)
+
+
+def charges_of(ledger: Path, replies: Sequence[ChatReply]) -> dict[str, int]:
+    """nano-USD by request id; a row settles within 100 ms of its request's end."""
+    wanted = {reply.request_id for reply in replies}
+    deadline = time.monotonic() + SETTLED_S
+    while True:
+        found = {
+            line.request_id: line.charge_nano_usd
+            for line in requests(ledger)
+            if line.request_id in wanted and line.status == "ok"
+        }
+        if len(found) == len(wanted) or time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    if missing := wanted - found.keys():
+        raise Problem(
+            "ledger",
+            found=f"{len(missing)} of {len(wanted)} requests not settled after {SETTLED_S:.0f} s",
+            allowed="every ended request settled within 100 ms",
+            remedy="run kagari ledger verify",
+            exit_code=FAILED,
+        )
+    return found
+
+
+def settled(ledger: Path, count: int) -> list[RequestLine]:
+    lines = list(requests(ledger))
+    if len(lines) != count:
+        raise Problem(
+            "ledger",
+            found=f"{len(lines)} rows",
+            allowed=f"{count}, one for each request",
+            remedy="run kagari ledger verify",
+            exit_code=FAILED,
+        )
+    return lines
+
+
+def show_discount(screen: Screen, act: Act) -> None:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("request")
+    for heading in ("prompt", "cached", "full USD", "− discount", "= bill"):
+        table.add_column(heading, justify="right")
+    for row in act.rows:
+        table.add_row(
+            row["request_id"][-12:],
+            str(row.get("prompt_tokens", "")),
+            str(row.get("cached_tokens", "")),
+            usd(row["full_nano_usd"]),
+            usd(row["discount_nano_usd"]),
+            usd(row["bill_nano_usd"]),
+        )
+    screen.console.print(table)

@@ -1,0 +1,63 @@
+"""The gateway's own folder: tokens and secrets made at the first start, readable by the owner only.
+
+admin.token opens the admin listener, join.token lets nodes dial in, home.secret seeds the tenants'
+page-key salts and the session digests. home.secret must be backed up and shared by a fleet.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from policies.contract.page_keys import tenant_salt
+
+SECRET_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    folder: Path
+    admin_token: str
+    join_token: str
+    secret: bytes
+    gateway_id: str
+
+    def salt(self, tenant: str) -> bytes:
+        """The tenant's seed of page keys, 32 bytes."""
+        return tenant_salt(self.secret, tenant)
+
+
+def open_home(
+    folder: Path, *, gateway_id: str | None = None, join_token: str | None = None
+) -> Home:
+    """Create what is missing, read the rest; raises OSError when the folder cannot be used."""
+    folder = folder.expanduser()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return Home(
+        folder=folder,
+        admin_token=_kept(folder / "admin.token"),
+        join_token=join_token or _kept(folder / "join.token"),
+        secret=bytes.fromhex(_kept(folder / "home.secret")),
+        gateway_id=gateway_id or "g-" + _kept(folder / "gateway.id")[:12],
+    )
+
+
+def _kept(path: Path) -> str:
+    """The file's text. Two processes that start at once agree: only one link() can succeed."""
+    if not path.exists():
+        draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_hex(SECRET_BYTES) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                os.link(draft, path)
+            except FileExistsError:
+                return path.read_text().strip()  # the other process was first; its secret counts
+        finally:
+            draft.unlink()
+    return path.read_text().strip()

@@ -1,0 +1,190 @@
+"""API keys: digests in a small SQLite file, looked up in memory, shown once.
+
+Another process may create or revoke keys while a gateway runs: `find` asks SQLite at most twice a
+second whether another connection has changed the file, and then reads it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import structlog
+from msgspec import Struct
+
+from gateway.ledger.files import LedgerError, make_private
+from gateway.ledger.migrate import migrate
+
+APPLICATION_ID = 0x4B474B59  # "KGKY"
+SECRET_PREFIX = "kg-"
+SECRET_BYTES = 32
+MIN_LITERAL = 16
+MAX_NAME = 64
+LOOK_EVERY_S = 0.5
+MIGRATIONS = (
+    (
+        """CREATE TABLE keys (
+            key_id TEXT PRIMARY KEY,
+            name TEXT NOT NULL,
+            tenant TEXT NOT NULL,
+            digest BLOB NOT NULL UNIQUE,
+            created_at REAL NOT NULL,
+            revoked_at REAL
+        ) STRICT""",
+        "CREATE UNIQUE INDEX live_names ON keys (name) WHERE revoked_at IS NULL",
+    ),
+)
+
+log = structlog.get_logger("kagari.keys")
+
+
+class KeyRefused(ValueError):
+    """A key that cannot be made or found; the message says what is allowed."""
+
+
+class Key(Struct, frozen=True):
+    """A key without its secret, of which only a digest is kept. Times are wall seconds."""
+
+    key_id: str
+    name: str
+    tenant: str
+    created_at: float
+    revoked_at: float | None = None
+
+
+class Keys:
+    """The keys of one home. Every call is quick and synchronous; use it from one thread."""
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        make_private(path)
+        self._path = path
+        self._clock = clock
+        self._look_at = 0.0
+        self._key_by_digest: dict[bytes, Key] = {}
+        self._literal_by_digest: dict[bytes, Key] = {}
+        self._connection = sqlite3.connect(path, timeout=2.0, isolation_level=None)
+        try:
+            self._connection.execute("PRAGMA synchronous = FULL")
+            migrate(self._connection, path, MIGRATIONS, APPLICATION_ID)
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._version = self._data_version()
+            self._load()
+        except sqlite3.Error as error:
+            self._connection.close()
+            raise LedgerError(f"{path}: {error}; restore it from a backup") from error
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def create(self, name: str, tenant: str = "default") -> tuple[Key, str]:
+        """A new key and its secret, which nobody can show again. The name must not be in use."""
+        _check_text("name", name, at_least=1)
+        _check_text("tenant", tenant, at_least=1)
+        secret = SECRET_PREFIX + secrets.token_urlsafe(SECRET_BYTES)
+        key = Key(f"key_{secrets.token_hex(8)}", name, tenant, time.time())
+        try:
+            self._connection.execute(
+                "INSERT INTO keys VALUES (?, ?, ?, ?, ?, NULL)",
+                (key.key_id, key.name, key.tenant, _digest(secret), key.created_at),
+            )
+        except sqlite3.OperationalError as error:
+            raise LedgerError(f"{self._path}: {error}; free space on its disk") from error
+        except sqlite3.IntegrityError:
+            raise KeyRefused(
+                f"name: {name!r} is a live key already; choose another or revoke that one"
+            ) from None
+        self._load()
+        return key, secret
+
+    def list(self) -> list[Key]:
+        """All keys, revoked ones too, oldest first."""
+        rows = self._connection.execute(
+            "SELECT key_id, name, tenant, created_at, revoked_at FROM keys"
+            " ORDER BY created_at, key_id"
+        )
+        return [Key(*row) for row in rows]
+
+    def revoke(self, name_or_id: str) -> Key:
+        """Ends a live key, here at once and in other processes within a second."""
+        try:
+            row = self._connection.execute(
+                "UPDATE keys SET revoked_at = ?"
+                " WHERE revoked_at IS NULL AND (key_id = ? OR name = ?)"
+                " RETURNING key_id, name, tenant, created_at, revoked_at",
+                (time.time(), name_or_id, name_or_id),
+            ).fetchone()
+        except sqlite3.OperationalError as error:
+            raise LedgerError(f"{self._path}: {error}; free space on its disk") from error
+        if row is None:
+            raise KeyRefused(f"{name_or_id!r} is no live key's name or id; see `kagari keys list`")
+        self._load()
+        return Key(*row)
+
+    def find(self, secret: str) -> Key | None:
+        """The live key of a secret. Its digest is looked up, so timing tells nothing of others."""
+        now = self._clock()
+        if now >= self._look_at:
+            self._look_again(now)
+        digest = _digest(secret)
+        return self._key_by_digest.get(digest) or self._literal_by_digest.get(digest)
+
+    def import_literal(self, secret: str) -> Key:
+        """Accept any printable string as a key of tenant `default` while this process lives.
+
+        Its id comes from its digest, so its ledger rows have the same key after a restart.
+        """
+        _check_text("api key", secret, at_least=MIN_LITERAL, at_most=4096)
+        digest = _digest(secret)
+        key = Key(f"key_{digest.hex()[:16]}", "api-key", "default", time.time())
+        return self._literal_by_digest.setdefault(digest, key)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _look_again(self, now: float) -> None:
+        self._look_at = now + LOOK_EVERY_S
+        try:
+            if (version := self._data_version()) != self._version:
+                self._load()
+                self._version = version
+        except sqlite3.Error as error:  # the keys that are known still hold
+            log.error("keys_unreadable", error=str(error))
+
+    def _load(self) -> None:
+        self._look_at = self._clock() + LOOK_EVERY_S
+        rows = self._connection.execute(
+            "SELECT digest, key_id, name, tenant, created_at FROM keys WHERE revoked_at IS NULL"
+        )
+        self._key_by_digest = {digest: Key(*rest) for digest, *rest in rows}
+
+    def _data_version(self) -> int:
+        version: int = self._connection.execute("PRAGMA data_version").fetchone()[0]
+        return version
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
+
+
+def _check_text(field: str, text: str, *, at_least: int, at_most: int = MAX_NAME) -> None:
+    if not at_least <= len(text) <= at_most or not text.isprintable():
+        raise KeyRefused(
+            f"{field}: found {len(text)} characters; allowed {at_least} to {at_most} printable ones"
+        )

@@ -1,0 +1,69 @@
+"""One engine of a node as the gateway knows it: what it serves, its load, its pages, credits."""
+
+from __future__ import annotations
+
+from gateway.nodes.streams import Flow
+from policies.contract.wire import EngineInfo, EngineReport
+from policies.residency import Residency
+
+# A page may be expected before its event comes and lie in a slower tier too.
+KEYS_PER_PAGE = 4
+MAX_KEYS = 2_000_000
+
+
+class Engine:
+    """The load book counts uncached prompt tokens that this gateway sent and that have not begun.
+
+    A report knows other gateways' work too, but is up to a second old: the backlog is the greater
+    of our own book and of what was reported corrected by what we did since.
+    """
+
+    def __init__(self, info: EngineInfo) -> None:
+        self.info = info
+        self.report: EngineReport | None = None
+        self.residency = Residency(min(MAX_KEYS, max(1, info.num_pages) * KEYS_PER_PAGE))
+        self.resync_asked = False
+        self.outstanding_tokens = 0  # ours, not begun
+        self._reports = 0
+        self._reported_tokens = 0  # by the last report, less ours that began since
+        self._fresh_tokens = 0  # ours, sent since the last report, not begun
+
+    @property
+    def ready(self) -> bool:
+        """By its last report; one that has not reported yet came up to be announced."""
+        return self.report is None or self.report.state == "ready"
+
+    @property
+    def backlog_tokens(self) -> int:
+        return max(self.outstanding_tokens, self._reported_tokens + self._fresh_tokens)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Measured prefill rate, tokens per second; 0 when unknown."""
+        reported = self.report.prefill_tokens_per_s if self.report is not None else 0.0
+        return reported or self.info.prefill_tokens_per_s
+
+    def take_report(self, report: EngineReport) -> None:
+        self.report = report
+        self._reports += 1
+        self._reported_tokens = report.uncached_tokens
+        self._fresh_tokens = 0
+
+    def credit(self, flow: Flow, tokens: int) -> None:
+        """Count a flow's uncached tokens as sent here."""
+        flow.engine = self
+        flow.credit = tokens
+        flow.credit_report = self._reports
+        self.outstanding_tokens += tokens
+        self._fresh_tokens += tokens
+
+    def release(self, flow: Flow) -> None:
+        """The flow began or ended: its tokens no longer wait. Idempotent."""
+        tokens, flow.credit = flow.credit, 0
+        if tokens == 0:
+            return
+        self.outstanding_tokens -= tokens
+        if flow.credit_report == self._reports:
+            self._fresh_tokens -= tokens
+        else:
+            self._reported_tokens = max(0, self._reported_tokens - tokens)

@@ -1,0 +1,448 @@
+"""The nodes of this gateway: who serves what, where a request goes, what happens when one is lost.
+
+Everything here is synchronous and runs in the event loop, so every change is whole before anybody
+else looks. Time comes from an injected clock; `tick` does what is due.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.resources import files
+
+import msgspec
+import structlog
+
+from gateway.nodes.bundles import Assembly, BundleError, Bundles, is_digest
+from gateway.nodes.engines import Engine
+from gateway.nodes.greeting import find_problem, refuse_hello
+from gateway.nodes.node import LOST_AFTER_S, SUSPECT_AFTER_S, Node
+from gateway.nodes.outbox import OUTBOX_BYTES, Outbox
+from gateway.nodes.placement import NoCapacity as NoCapacity  # what dispatch raises is ours too
+from gateway.nodes.placement import NoNode as NoNode
+from gateway.nodes.placement import Placement
+from gateway.nodes.served import ServedModels
+from gateway.nodes.session import Session
+from gateway.nodes.streams import Dispatch, Flow, Stream
+from gateway.nodes.views import EngineView, NodeView, ServedModel
+from policies.contract import wire
+from policies.contract.wire import (
+    BundlePart,
+    Draining,
+    EngineInfo,
+    EnginesChanged,
+    Failed,
+    Finished,
+    Hello,
+    PageEvents,
+    Refused,
+    Report,
+    Step,
+    UsageRecord,
+    Welcome,
+)
+from policies.residency import event_keys
+from policies.routing import RoutingParameters, RoutingPolicy, parse_parameters
+
+log = structlog.get_logger("kagari.nodes")
+
+MAX_ATTEMPTS = 3
+MAX_KNOWN_REQUESTS = 65_536
+FORGET_AFTER_S = 600.0
+TICK_S = 0.05
+MAX_TICK_GAP_S = 1.0
+RETRYABLE = frozenset({"node_draining", "engine_lost", "engine_full"})  # faults of the place
+
+
+class UnknownNode(LookupError):
+    """An operator named a node that is not known."""
+
+
+def default_parameters() -> RoutingParameters:
+    """policies/defaults/routing.toml as it is installed."""
+    return parse_parameters(files("policies").joinpath("defaults/routing.toml").read_text("utf-8"))
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """policy: see RoutingPolicy; default_models lead the list of models, in this order."""
+
+    gateway_id: str = "gateway"
+    policy: RoutingPolicy = RoutingPolicy.COST
+    parameters: RoutingParameters = field(default_factory=default_parameters)
+    default_models: tuple[str, ...] = ()
+    max_in_flight: int = 256  # sequences of this gateway on one node
+    outbox_bytes: int = OUTBOX_BYTES
+
+
+class Fleet:
+    """Nodes, models and streams of one gateway.
+
+    on_usage_record takes final usages of requests this process does not know (its predecessor's);
+    they are acknowledged once it returns.
+    """
+
+    def __init__(
+        self,
+        bundles: Bundles,
+        config: FleetConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_usage_record: Callable[[UsageRecord], None] = lambda record: None,
+    ) -> None:
+        self.config = config or FleetConfig()
+        self.bundles = bundles
+        self.skipped_frames = 0
+        self._clock = clock
+        self._on_usage_record = on_usage_record
+        self._node_by_id: dict[str, Node] = {}
+        self._served = ServedModels(self._node_by_id, bundles, self.config.default_models)
+        self._placement = Placement(
+            self._node_by_id,
+            self._served,
+            self.config.policy,
+            self.config.parameters,
+            self.config.max_in_flight,
+        )
+        self._known_requests: OrderedDict[str, None] = OrderedDict()
+        self._orphans: deque[Flow] = deque()
+        self._ticked_at = clock()
+
+    # --- what is served ---------------------------------------------------------------------------
+
+    def models(self) -> list[ServedModel]:
+        """What can be served now: configured defaults first, then as joined, aliases last."""
+        return self._served.all()
+
+    def model(self, name: str) -> ServedModel | None:
+        """One model by its name or alias, None when it cannot be served now."""
+        return self._served.find(name)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def dispatch(self, dispatch: Dispatch) -> Stream:
+        """Choose a node and submit. Raises NoNode or NoCapacity; then nothing was changed."""
+        now = self._clock()
+        flow = Flow(dispatch, event_keys(dispatch.page_keys), now + dispatch.deadline_s)
+        self._placement.find_home(flow, now)
+        self._place(flow, now)
+        self._known_requests[dispatch.request_id] = None
+        if len(self._known_requests) > MAX_KNOWN_REQUESTS:
+            self._known_requests.popitem(last=False)
+        return Stream(flow, self)
+
+    def _place(self, flow: Flow, now: float) -> None:
+        decision = self._placement.decide(flow)
+        chosen = decision.chosen.candidate
+        node = self._node_by_id[chosen.node_id]
+        engine = node.engine_by_index[chosen.engine]
+        assert node.session is not None  # its state is ready
+        flow.attempt += 1
+        flow.tried.append(node.node_id)
+        flow.decision = decision
+        flow.cached_tokens = None
+        engine.credit(flow, decision.chosen.uncached_tokens)
+        node.session.submit(flow, chosen.engine, flow.deadline - now)
+        self._placement.settle_home(flow, node.node_id, now)
+
+    def abort(self, flow: Flow) -> None:
+        """Stream.abort."""
+        if flow.end is None:
+            self._stop(flow)
+            self._end(flow, Finished(flow.lane, "abort", flow.usage(flow.produced)))
+
+    def finish(self, flow: Flow, keep: int) -> None:
+        """Stream.finish."""
+        if flow.end is None:
+            assert flow.session is not None  # a flow that has not ended has a place
+            flow.session.finish(flow, keep)
+            self._end(flow, Finished(flow.lane, "stop", flow.usage(keep)))
+
+    def orphaned(self, flow: Flow) -> None:
+        """A Stream was collected unended, in whatever thread: the next tick aborts its flow."""
+        self._orphans.append(flow)
+
+    def _stop(self, flow: Flow) -> None:
+        if flow.session is not None:
+            flow.session.abort(flow)
+
+    def _end(self, flow: Flow, end: Finished | Failed) -> None:
+        flow.end = end
+        if flow.engine is not None:
+            flow.engine.release(flow)
+        flow.wake()
+
+    def _fault(self, flow: Flow, code: str, message: str, now: float) -> None:
+        """A place failed: try another one before the first token, else tell the reader."""
+        if flow.engine is not None:
+            flow.engine.release(flow)
+        if flow.produced == 0 and flow.attempt < MAX_ATTEMPTS and now < flow.deadline:
+            try:
+                self._place(flow, now)
+            except (NoNode, NoCapacity) as error:
+                message = f"{message}; {error}"
+            else:
+                log.info(
+                    "redispatched",
+                    request_id=flow.dispatch.request_id,
+                    attempt=flow.attempt,
+                    node=flow.tried[-1],
+                    code=code,
+                )
+                return
+        self._end(flow, Failed(flow.lane, code, message, flow.usage(flow.produced)))
+
+    # --- links ------------------------------------------------------------------------------------
+
+    def attach(self, hello: Hello) -> Session | Refused:
+        """A node's first frame: the session it speaks on from now on, with Welcome queued."""
+        refused = refuse_hello(hello) or self._refuse_epoch(hello)
+        if refused is not None:
+            log.warning("node_refused", node=hello.node_id, code=refused.code)
+            return refused
+        now = self._clock()
+        node = self._node_by_id.setdefault(hello.node_id, Node(hello.node_id))
+        if node.session is not None:
+            self.detach(node.session, "replaced by a newer link of the same node")
+        outbox = Outbox(self.config.outbox_bytes)
+        session = Session(node_id=hello.node_id, opened_at=now, outbox=outbox)
+        node.join(hello, session, now)
+        self._served.forget()
+        self._welcome(node, session)
+        if node.drained_by_operator:
+            outbox.send_urgent(wire.encode(wire.Drain(True)))
+        log.info("node_joined", node=node.node_id, epoch=node.epoch, engines=len(hello.engines))
+        return session
+
+    def _refuse_epoch(self, hello: Hello) -> Refused | None:
+        node = self._node_by_id.get(hello.node_id)
+        if node is None or node.session is None or hello.node_epoch >= node.epoch:
+            return None
+        return Refused(
+            "stale_epoch",
+            f"node_id {hello.node_id!r} is linked with epoch {node.epoch}, this one has"
+            f" {hello.node_epoch}; give each node its own node_id",
+        )
+
+    def _welcome(self, node: Node, session: Session) -> None:
+        """Say which bundles we lack; the node follows with snapshots of its pages."""
+        digests: list[str] = []
+        for engine in node.engine_by_index.values():
+            self._served.note(engine.info.model)
+            if is_digest(engine.info.bundle_digest):
+                digests.append(engine.info.bundle_digest)
+        wanted = self.bundles.missing(digests)
+        for digest in wanted:
+            session.assemblies.setdefault(digest, Assembly(digest))
+        welcome = Welcome(wire.WIRE_VERSION, self.config.gateway_id, wanted)
+        session.outbox.send_urgent(wire.encode(welcome))
+
+    def detach(self, session: Session, why: str) -> None:
+        """A link ended: its streams move on or fail now. Idempotent."""
+        node = self._node_by_id.get(session.node_id)
+        if node is None or node.session is not session:
+            return
+        now = self._clock()
+        self._served.forget()
+        node.session = None
+        node.detached_at = now
+        session.outbox.close(1001, why)
+        flows = session.cut()
+        log.warning("node_lost", node=node.node_id, why=why, streams=len(flows))
+        for flow in flows:
+            self._fault(flow, "node_lost", f"node {node.node_id} was lost: {why}", now)
+
+    def receive(self, session: Session, frame: bytes) -> None:
+        """One frame of a node. What cannot be read is counted and skipped, the link stays."""
+        node = self._node_by_id.get(session.node_id)
+        if node is None or node.session is not session:
+            return
+        try:
+            message = wire.decode_from_node(frame)
+        except (msgspec.MsgspecError, TypeError):
+            self._skip(session)
+            return
+        if isinstance(message, Step):
+            self._on_step(node, session, message)
+        else:
+            self._on_rare(node, session, message)
+
+    def _on_rare(self, node: Node, session: Session, message: wire.NodeToGateway) -> None:
+        self._served.forget()
+        match message:
+            case PageEvents():
+                engine = node.engine_by_index.get(message.engine)
+                if engine is not None:
+                    self._on_page_events(engine, session, message)
+            case Report():
+                self._on_report(node, session, message)
+            case UsageRecord(request_id, attempt):
+                if request_id not in self._known_requests:
+                    self._on_usage_record(message)
+                session.acknowledge(request_id, attempt)
+            case BundlePart():
+                self._on_bundle_part(node, session, message)
+            case EnginesChanged(engines):
+                self._on_engines_changed(node, session, engines)
+            case Draining():
+                node.draining_itself = True
+            case _:  # a second Hello
+                self._skip(session)
+
+    def _skip(self, session: Session) -> None:
+        session.skipped_frames += 1
+        self.skipped_frames += 1
+
+    def _on_step(self, node: Node, session: Session, step: Step) -> None:
+        if len(step.lanes) != len(step.tokens):
+            self._skip(session)
+            return
+        for rare in step.rare:
+            if isinstance(rare, wire.Started):
+                flow = session.started(rare)
+                if flow is not None and flow.engine is not None:
+                    flow.engine.release(flow)
+                    flow.engine.residency.expect(flow.keys)
+        for flow in session.wake(session.on_step(step)):
+            if flow.end is not None:  # a lane may come twice in a frame
+                continue
+            session.abort(flow)
+            unread = len(flow.unread)
+            message = f"{unread} tokens were not read; the client reads too slowly"
+            self._end(flow, Failed(flow.lane, "slow_reader", message, flow.usage(flow.produced)))
+        for rare in step.rare:
+            match rare:
+                case Finished():
+                    flow = session.ended(rare)
+                    if flow is not None:
+                        self._end(flow, rare)
+                case Failed(_, code, message):
+                    flow = session.ended(rare)
+                    if flow is not None and code in RETRYABLE:
+                        self._fault(flow, code, message, self._clock())
+                    elif flow is not None:
+                        self._end(flow, rare)
+
+    def _on_engines_changed(
+        self, node: Node, session: Session, engines: tuple[EngineInfo, ...]
+    ) -> None:
+        problem = find_problem(engines)
+        if problem is not None:
+            self._skip(session)
+            log.error("engines_refused", node=node.node_id, problem=problem)
+            return
+        node.set_engines(engines)
+        self._welcome(node, session)
+
+    def _on_page_events(self, engine: Engine, session: Session, frame: PageEvents) -> None:
+        lost = engine.residency.apply(frame)
+        if frame.snapshot:
+            engine.resync_asked = False
+        elif lost and not engine.resync_asked:
+            session.outbox.send_urgent(wire.encode(wire.Resync(engine.info.engine)))
+            engine.resync_asked = True
+
+    def _on_report(self, node: Node, session: Session, report: Report) -> None:
+        now = self._clock()
+        for engine, load in node.take_report(report, now):
+            engine.take_report(load)
+            if load.state != "down":
+                continue
+            for flow in [one for one in session.live.values() if one.engine is engine]:
+                session.abort(flow)
+                self._fault(flow, "engine_lost", f"an engine of {node.node_id} went down", now)
+
+    def _on_bundle_part(self, node: Node, session: Session, part: BundlePart) -> None:
+        assembly = session.assemblies.get(part.digest)
+        if assembly is None:
+            self._skip(session)
+            return
+        try:
+            whole = assembly.add(part)
+        except BundleError as error:
+            del session.assemblies[part.digest]
+            log.error("bundle_broken", node=node.node_id, digest=part.digest, error=str(error))
+            return
+        if whole is not None:
+            del session.assemblies[part.digest]
+            self.bundles.add(part.digest, whole)
+
+    # --- time -------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Do what is due: suspect and lose silent nodes, send acknowledgements, drop orphans."""
+        now = self._clock()
+        self._served.forget()  # a bundle may have been loaded
+        slept = now - self._ticked_at - TICK_S
+        self._ticked_at = now
+        for node in list(self._node_by_id.values()):
+            if slept > MAX_TICK_GAP_S:
+                node.reported_at += slept  # we were stopped, not they: their frames wait unread
+            self._tick_node(node, now)
+        while self._orphans:
+            self.abort(self._orphans.popleft())
+
+    def _tick_node(self, node: Node, now: float) -> None:
+        session = node.session
+        if session is None:
+            if now - node.detached_at > FORGET_AFTER_S and not node.drained_by_operator:
+                del self._node_by_id[node.node_id]
+            return
+        session.flush_acks()
+        silent_s = now - node.reported_at
+        if silent_s > LOST_AFTER_S - TICK_S:  # the next tick would be too late
+            self.detach(session, f"no report for {silent_s:.1f} s")
+        elif silent_s >= SUSPECT_AFTER_S and not node.suspect:
+            node.suspect = True
+            self._served.forget()
+            log.warning("node_suspect", node=node.node_id)
+
+    # --- operators --------------------------------------------------------------------------------
+
+    def drain(self, node_id: str, drain: bool) -> None:
+        """Take a node out of routing, or back; it outlives reconnects. Raises UnknownNode."""
+        node = self._node_by_id.get(node_id)
+        if node is None:
+            known = ", ".join(self._node_by_id) or "none"
+            raise UnknownNode(f"node_id is {node_id!r}, known are: {known}")
+        node.drained_by_operator = drain
+        self._served.forget()
+        if node.session is not None:
+            node.session.outbox.send_urgent(wire.encode(wire.Drain(drain)))
+
+    def nodes(self) -> list[NodeView]:
+        """Every node that is or lately was linked."""
+        now = self._clock()
+        return [self._view(node, now) for node in self._node_by_id.values()]
+
+    def _view(self, node: Node, now: float) -> NodeView:
+        session = node.session
+        return NodeView(
+            node_id=node.node_id,
+            state=self._served.state(node),
+            role=node.role,
+            epoch=node.epoch,
+            software=node.software,
+            engines=tuple(self._engine_view(one) for one in node.engine_by_index.values()),
+            in_flight=session.in_flight if session is not None else 0,
+            link_age_s=now - session.opened_at if session is not None else None,
+            report_age_s=now - node.reported_at,
+            queued_bytes=session.outbox.size_bytes if session is not None else 0,
+            late_tokens=session.late_tokens if session is not None else 0,
+            skipped_frames=session.skipped_frames if session is not None else 0,
+        )
+
+    def _engine_view(self, engine: Engine) -> EngineView:
+        digest = engine.info.bundle_digest
+        problem = self.bundles.problem_by_digest.get(digest, "waiting")
+        return EngineView(
+            info=engine.info,
+            report=engine.report,
+            bundle="loaded" if self.bundles.text(digest) is not None else problem,
+            backlog_tokens=engine.backlog_tokens,
+            outstanding_tokens=engine.outstanding_tokens,
+            resident_pages=len(engine.residency),
+            event_gaps=engine.residency.gaps,
+        )

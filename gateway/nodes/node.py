@@ -1,0 +1,75 @@
+"""One node as the gateway knows it, and its state: joining, ready, suspect, draining or lost."""
+
+from __future__ import annotations
+
+from gateway.nodes.engines import Engine
+from gateway.nodes.session import Session
+from policies.contract.wire import EngineInfo, EngineReport, Hello, NodeState, Report, Role
+
+SUSPECT_AFTER_S = 5.0  # without a report: out of routing
+LOST_AFTER_S = 7.0  # without a report: its sequences fail
+
+
+class Node:
+    """Survives its links: a node that reconnects within the same epoch keeps its pages' book."""
+
+    def __init__(self, node_id: str) -> None:
+        self.node_id = node_id
+        self.role: Role = "mixed"
+        self.epoch = -1
+        self.software = ""
+        self.session: Session | None = None
+        self.engine_by_index: dict[int, Engine] = {}
+        self.report: Report | None = None
+        self.reported_at = 0.0  # or attached, whichever is later
+        self.detached_at = 0.0
+        self.suspect = False
+        self.drained_by_operator = False
+        self.draining_itself = False
+
+    def join(self, hello: Hello, session: Session, now: float) -> None:
+        if hello.node_epoch != self.epoch:
+            self.engine_by_index = {}
+        self.role = hello.role
+        self.epoch = hello.node_epoch
+        self.software = hello.software
+        self.session = session
+        self.report = None
+        self.reported_at = now
+        self.suspect = False
+        self.draining_itself = False
+        self.set_engines(hello.engines)
+        for engine in self.engine_by_index.values():
+            engine.resync_asked = False  # what the old link asked for does not come
+
+    def set_engines(self, infos: tuple[EngineInfo, ...]) -> None:
+        """The full list; an engine that is unchanged keeps its books, a new one starts empty."""
+        before = self.engine_by_index
+        self.engine_by_index = {}
+        for info in infos:
+            old = before.get(info.engine)
+            kept = old is not None and old.info == info
+            self.engine_by_index[info.engine] = old if kept and old is not None else Engine(info)
+
+    def take_report(self, report: Report, now: float) -> list[tuple[Engine, EngineReport]]:
+        """The engines it speaks of; empty when it is stale (another epoch, or out of order)."""
+        if report.node_epoch != self.epoch:
+            return []
+        if self.report is not None and report.sequence <= self.report.sequence:
+            return []
+        self.report = report
+        self.reported_at = now
+        self.suspect = False
+        self.draining_itself = report.state == "draining"
+        pairs = [(self.engine_by_index.get(one.engine), one) for one in report.engines]
+        return [(engine, one) for engine, one in pairs if engine is not None]
+
+    def state(self, *, servable: bool) -> NodeState:
+        """servable: one of its engines is up and its bundle is loaded."""
+        if self.session is None:
+            return "lost"
+        if self.drained_by_operator or self.draining_itself:
+            return "draining"
+        if self.suspect:
+            return "suspect"
+        return "ready" if servable else "joining"

@@ -1,0 +1,131 @@
+"""Choosing a node for a flow: gathers what routing must know and remembers sessions' homes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gateway.nodes.engines import Engine
+from gateway.nodes.node import Node
+from gateway.nodes.served import ServedModels
+from gateway.nodes.streams import Flow
+from policies.homes import Homes
+from policies.routing import (
+    Candidate,
+    Decision,
+    RoutingParameters,
+    RoutingPolicy,
+    Wanted,
+    filter_candidates,
+    pick,
+    pick_in_turn,
+    retry_after_s,
+    score,
+)
+
+
+class NoNode(Exception):
+    """No node serves the model now."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"no node serves {model!r} now")
+        self.model = model
+
+
+class NoCapacity(Exception):
+    """Every node that serves the model is full; try again after retry_after_s."""
+
+    def __init__(self, model: str, retry_after_s: float) -> None:
+        super().__init__(f"every node that serves {model!r} is full")
+        self.model = model
+        self.retry_after_s = retry_after_s
+
+
+class Placement:
+    """The policies of routing over the live nodes."""
+
+    def __init__(
+        self,
+        node_by_id: Mapping[str, Node],
+        served: ServedModels,
+        policy: RoutingPolicy,
+        parameters: RoutingParameters,
+        max_in_flight: int,
+    ) -> None:
+        self._node_by_id = node_by_id
+        self._served = served
+        self._policy = policy
+        self._parameters = parameters
+        self._max_in_flight = max_in_flight
+        self._homes = Homes(parameters.max_homes, parameters.home_idle_s)
+        self._turn = 0
+
+    def find_home(self, flow: Flow, now: float) -> None:
+        """Before the first attempt: where the session's last turn ran."""
+        key = flow.dispatch.affinity_key
+        flow.home = None if key is None else self._homes.find(key, now)
+
+    def settle_home(self, flow: Flow, node_id: str, now: float) -> None:
+        """The session's next turn finds node_id as its home."""
+        if flow.dispatch.affinity_key is not None:
+            self._homes.settle(flow.dispatch.affinity_key, node_id, now)
+
+    def decide(self, flow: Flow) -> Decision:
+        """Raises NoNode or NoCapacity. Changes nothing but the turn of round robin."""
+        dispatch = flow.dispatch
+        served = self._served.find(dispatch.model)
+        if served is None:
+            raise NoNode(dispatch.model)
+        model, digest = served.info.model, served.info.bundle_digest
+        engines: dict[tuple[str, int], Engine] = {}
+        candidates: list[Candidate] = []
+        for node in self._node_by_id.values():
+            for engine in node.engine_by_index.values():
+                # With another bundle, a node would read another text from our ids.
+                if engine.info.model == model and engine.info.bundle_digest == digest:
+                    candidates.append(self._candidate(node, engine, flow))
+                    engines[node.node_id, engine.info.engine] = engine
+        kept, rejected = filter_candidates(candidates)
+        if not kept:
+            routable = [one for one in candidates if one.state == "ready" and one.engine_ready]
+            raise NoCapacity(dispatch.model, retry_after_s(routable, self._parameters))
+        wanted = Wanted(
+            prompt_tokens=len(dispatch.prompt),
+            hash_key=dispatch.affinity_key or _prompt_key(flow),
+            home=flow.home,
+            has_affinity_key=dispatch.affinity_key is not None,
+        )
+        if self._policy is RoutingPolicy.ROUND_ROBIN:
+            self._turn += 1
+            return pick_in_turn(kept, wanted, rejected, self._turn - 1)
+
+        page_size = served.info.page_size
+        most = max(0, wanted.prompt_tokens - 1) // page_size * page_size
+
+        def hit_tokens(candidate: Candidate) -> int:
+            engine = engines[candidate.node_id, candidate.engine]
+            return min(most, engine.residency.hit_pages(flow.keys) * page_size)
+
+        scored = score(kept, wanted, hit_tokens, self._parameters)
+        return pick(scored, wanted, rejected, self._parameters)
+
+    def _candidate(self, node: Node, engine: Engine, flow: Flow) -> Candidate:
+        session = node.session
+        return Candidate(
+            node_id=node.node_id,
+            engine=engine.info.engine,
+            state=node.state(servable=True),  # its engine is asked below
+            engine_ready=self._served.is_servable(engine),
+            tried=node.node_id in flow.tried,
+            in_flight=session.in_flight if session is not None else 0,
+            max_in_flight=self._max_in_flight,
+            overloaded=session is not None and not session.outbox.has_room(),
+            backlog_tokens=engine.backlog_tokens,
+            tokens_per_s=engine.tokens_per_s,
+        )
+
+
+def _prompt_key(flow: Flow) -> bytes:
+    """Prompts that begin alike share a node; those under a page are spread by request."""
+    if flow.keys:
+        return flow.keys[-1]
+    return flow.dispatch.request_id.encode()

@@ -1,0 +1,51 @@
+"""What the fleet shows: servable models for the API, nodes for operators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from policies.contract.wire import EngineInfo, EngineReport, NodeState, Role
+
+if TYPE_CHECKING:
+    from gateway.text.model import TextModel
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that can be served now. info is of its first engine."""
+
+    name: str
+    info: EngineInfo
+    text: TextModel
+    nodes: int
+    alias_of: str | None
+
+
+class EngineView(Struct, frozen=True):
+    info: EngineInfo
+    report: EngineReport | None
+    bundle: str  # "loaded", "waiting" or why it was refused
+    backlog_tokens: int
+    outstanding_tokens: int
+    resident_pages: int
+    event_gaps: int
+
+
+class NodeView(Struct, frozen=True):
+    """One row of the admin's list of nodes; ages in seconds."""
+
+    node_id: str
+    state: NodeState
+    role: Role
+    epoch: int
+    software: str
+    engines: tuple[EngineView, ...]
+    in_flight: int
+    link_age_s: float | None  # None: no link
+    report_age_s: float
+    queued_bytes: int
+    late_tokens: int
+    skipped_frames: int

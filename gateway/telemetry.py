@@ -1,0 +1,140 @@
+"""One JSON line a request, and one table of metrics.
+
+Neither ever holds a key, a prompt or an answer: the line's fields are named one by one here, and
+whatever looks like a secret is replaced before it is written.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Literal, TextIO
+
+import msgspec
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from structlog.typing import FilteringBoundLogger, Processor
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricRow:
+    """name without the suffix that Prometheus adds; unit is part of the name."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    unit: str
+    labels: tuple[str, ...]
+    help: str
+    buckets: tuple[float, ...] = ()
+
+
+METRICS = (
+    MetricRow("kagari_requests", "counter", "requests", ("route", "status"), "Answered requests."),
+    MetricRow("kagari_errors", "counter", "errors", ("code",), "Refusals and faults by code."),
+    MetricRow("kagari_completions", "counter", "requests", ("model", "outcome"), "Chat outcomes."),
+    MetricRow("kagari_affinity", "counter", "requests", ("outcome",), "Where sessions were sent."),
+    MetricRow(
+        "kagari_affinity_ignored", "counter", "signals", ("source",), "Signals outside the limits."
+    ),
+    MetricRow("kagari_prompt_tokens", "counter", "tokens", ("model",), "Prompt tokens served."),
+    MetricRow("kagari_cached_tokens", "counter", "tokens", ("model",), "Prompt tokens reused."),
+    MetricRow("kagari_completion_tokens", "counter", "tokens", ("model",), "Tokens produced."),
+    MetricRow("kagari_requests_in_flight", "gauge", "requests", (), "Admitted, not ended."),
+    MetricRow("kagari_reserved_tokens", "gauge", "tokens", (), "Tokens reserved by admission."),
+    MetricRow("kagari_nodes", "gauge", "nodes", ("state",), "Nodes by state."),
+    MetricRow("kagari_ledger_open_rows", "gauge", "rows", (), "Ledger rows not yet settled."),
+    MetricRow("kagari_ttft_seconds", "histogram", "s", ("model",), "To the first token.", SECONDS),
+    MetricRow("kagari_request_seconds", "histogram", "s", ("route",), "Whole requests.", SECONDS),
+)
+
+
+class Metrics:
+    """The table, alive, in a registry of its own so that several gateways fit in one process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._counters: dict[str, Counter] = {}
+        self._gauges: dict[str, Gauge] = {}
+        self._histograms: dict[str, Histogram] = {}
+        for row in METRICS:
+            if row.kind == "counter":
+                self._counters[row.name] = Counter(
+                    row.name, row.help, row.labels, registry=self.registry
+                )
+            elif row.kind == "gauge":
+                self._gauges[row.name] = Gauge(
+                    row.name, row.help, row.labels, registry=self.registry
+                )
+            else:
+                self._histograms[row.name] = Histogram(
+                    row.name, row.help, row.labels, registry=self.registry, buckets=row.buckets
+                )
+
+    def count(self, name: str, amount: float = 1, **labels: str) -> None:
+        counter = self._counters[name]
+        (counter.labels(**labels) if labels else counter).inc(amount)
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        histogram = self._histograms[name]
+        (histogram.labels(**labels) if labels else histogram).observe(value)
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        gauge = self._gauges[name]
+        (gauge.labels(**labels) if labels else gauge).set(value)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+_SECRET_NAME = re.compile(r"authorization|api[_-]?key|token$|secret|password|cookie", re.I)
+_SECRET_TEXT = re.compile(r"(?i)(bearer\s+\S+|\b(?:sk|kg)-[\w-]{8,})")
+REDACTED = "[redacted]"
+
+
+def redact(_logger: object, _method: str, event: MutableMapping[str, object]) -> dict[str, object]:
+    """Replace what looks like a secret, by its name or by its shape."""
+    return {
+        name: REDACTED
+        if _SECRET_NAME.search(name)
+        else _SECRET_TEXT.sub(REDACTED, value)
+        if isinstance(value, str)
+        else value
+        for name, value in event.items()
+    }
+
+
+def _render(_logger: object, _method: str, event: MutableMapping[str, object]) -> str:
+    return msgspec.json.encode(event, enc_hook=repr).decode()
+
+
+def log_to_stderr() -> None:
+    """Send every structlog line of this process to standard error as JSON, redacted."""
+    structlog.configure(
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        processors=PROCESSORS,
+        wrapper_class=structlog.make_filtering_bound_logger(20),
+        cache_logger_on_first_use=True,
+    )
+
+
+def make_log(stream: TextIO) -> FilteringBoundLogger:
+    """A logger of such lines on any stream."""
+    log: FilteringBoundLogger = structlog.wrap_logger(
+        structlog.WriteLogger(stream),
+        processors=PROCESSORS,
+        wrapper_class=structlog.make_filtering_bound_logger(20),
+    )
+    return log
+
+
+PROCESSORS: list[Processor] = [
+    structlog.processors.TimeStamper(fmt="iso", utc=True),
+    structlog.processors.add_log_level,
+    structlog.processors.format_exc_info,
+    redact,
+    _render,
+]

@@ -1,0 +1,177 @@
+"""Token ids to text as they come: a character is sent when its last byte is there, never before.
+
+Byte-level tokenizers (checked against the library over their whole vocabulary) use our own tables:
+id → text for tokens that are whole UTF-8, id → bytes and an incremental UTF-8 decoder for the rest.
+All others use the library's DecodeStream. With both, any chunking of a stream gives the same text.
+"""
+
+from __future__ import annotations
+
+import random
+from codecs import utf_8_decode
+from collections.abc import Container, Iterable, Sequence
+from typing import Protocol
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+CHECK_CHUNK = 64
+
+
+class TextStream(Protocol):
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens complete."""
+
+    def flush(self) -> str:
+        """The rest, at the end: unfinished bytes as U+FFFD."""
+
+
+class Detokenizer:
+    """Makes text streams for one tokenizer. `silent` ids produce no text, nor do special tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, silent: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        special = {token_id for token_id, token in added.items() if token.special}
+        self._silent = special.union(silent)
+        self._tables: ByteTables | None = None
+        tables = ByteTables(tokenizer, special)
+        if tables.agree_with(tokenizer):
+            tables.silence(self._silent)
+            self._tables = tables
+
+        self.longest_token_bytes = max(map(len, map(str.encode, tokenizer.get_vocab())), default=1)
+
+    @property
+    def is_byte_level(self) -> bool:
+        return self._tables is not None
+
+    def stream(self) -> TextStream:
+        if self._tables is not None:
+            return ByteStream(self._tables)
+        return LibraryStream(self._tokenizer, self._silent)
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The whole text, special tokens included."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+class ByteTables:
+    """What each token id means: `texts[id]`, or None where only `partial[id]`, its bytes, exist."""
+
+    def __init__(self, tokenizer: Tokenizer, special: Iterable[int]) -> None:
+        vocab = tokenizer.get_vocab(with_added_tokens=True)
+        self.texts: list[str | None] = [""] * (max(vocab.values(), default=-1) + 1)
+        self.partial: dict[int, bytes] = {}
+        for token, token_id in vocab.items():
+            raw = _token_bytes(token)
+            try:
+                self.texts[token_id] = raw.decode()
+            except UnicodeDecodeError:
+                self.texts[token_id] = None
+                self.partial[token_id] = raw
+        self.silence(special)
+
+    def silence(self, ids: Iterable[int]) -> None:
+        for token_id in ids:
+            if 0 <= token_id < len(self.texts):
+                self.texts[token_id] = ""
+
+    def agree_with(self, tokenizer: Tokenizer) -> bool:
+        """Whether every token, in an order that joins odd neighbours, decodes as the library's."""
+        ids = list(range(len(self.texts)))
+        random.Random(0).shuffle(ids)
+        chunks = [ids[start : start + CHECK_CHUNK] for start in range(0, len(ids), CHECK_CHUNK)]
+        for chunk, text in zip(chunks, tokenizer.decode_batch(chunks), strict=True):
+            stream = ByteStream(self)
+            if stream.push(chunk) + stream.flush() != text:
+                return False
+        return True
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's characters for bytes: printable Latin-1 is itself, the rest goes on from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_BY_CHAR = _byte_alphabet()
+
+
+def _token_bytes(token: str) -> bytes:
+    try:
+        return bytes([_BYTE_BY_CHAR[char] for char in token])
+    except KeyError:  # an added token with a space, say: the library takes it as it stands
+        return token.encode()
+
+
+class ByteStream:
+    """Text of one stream from byte tables."""
+
+    def __init__(self, tables: ByteTables) -> None:
+        self._texts = tables.texts
+        self._partial = tables.partial
+        self._pending = b""  # the beginning of a character
+
+    def push(self, tokens: Sequence[int]) -> str:
+        if self._pending:
+            return self._push_bytes(tokens)
+        texts = self._texts
+        try:
+            if len(tokens) == 1:
+                text = texts[tokens[0]]
+                return self._push_bytes(tokens) if text is None else text
+            return "".join([texts[token] for token in tokens])  # type: ignore[misc]
+        except (TypeError, IndexError):  # a token that is no whole text, or none of ours
+            return self._push_bytes(tokens)
+
+    def _push_bytes(self, tokens: Sequence[int]) -> str:
+        texts, partial = self._texts, self._partial
+        raw = [self._pending]
+        for token in tokens:
+            text = texts[token] if 0 <= token < len(texts) else ""
+            raw.append(partial[token] if text is None else text.encode())
+        data = b"".join(raw)
+        decoded, num_bytes = utf_8_decode(data, "replace", False)
+        self._pending = data[num_bytes:]
+        return decoded
+
+    def flush(self) -> str:
+        decoded, _ = utf_8_decode(self._pending, "replace", True)
+        self._pending = b""
+        return decoded
+
+
+class LibraryStream:
+    """Text of one stream from the library, for decoders other than ByteLevel."""
+
+    def __init__(self, tokenizer: Tokenizer, silent: Container[int]) -> None:
+        self._tokenizer = tokenizer
+        self._silent = silent
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._held: list[int] = []  # tokens that have not shown in the text yet
+
+    def push(self, tokens: Sequence[int]) -> str:
+        pieces: list[str] = []
+        for token in tokens:
+            if token in self._silent:
+                continue
+            self._held.append(token)
+            piece = self._step(token)
+            if piece:
+                pieces.append(piece)
+                self._held.clear()
+        return "".join(pieces)
+
+    def _step(self, token: int) -> str | None:
+        try:
+            return self._stream.step(self._tokenizer, token)
+        except Exception:  # bytes that are no UTF-8 changed, for the library, what was sent before
+            self._stream = DecodeStream(ids=self._held, skip_special_tokens=True)
+            return self._tokenizer.decode(self._held)
+
+    def flush(self) -> str:
+        held, self._held = self._held, []
+        return self._tokenizer.decode(held)

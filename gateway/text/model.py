@@ -1,0 +1,130 @@
+"""All the text of one served model: prompts in, page keys, output text, from its bundle alone."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from weakref import WeakValueDictionary
+
+from gateway.text.detokenize import Detokenizer
+from gateway.text.errors import BundleError, TextError
+from gateway.text.guard import Guard
+from gateway.text.key_memo import KeyMemo
+from gateway.text.messages import prepare
+from gateway.text.output import OutputText
+from gateway.text.template import ChatTemplate
+from gateway.text.tokenize import PromptTokenizer
+from policies.contract import wire
+from policies.contract.bundle import Bundle, tokenizer_digest
+
+# Models with the same tokenizer share it, its check and its segments; the last one takes it along.
+_tokenizer_by_digest: WeakValueDictionary[str, PromptTokenizer] = WeakValueDictionary()
+
+
+class TextModel:
+    """Built once per bundle; used from one event loop."""
+
+    @classmethod
+    def load(cls, bundle: Bundle) -> TextModel:
+        """Raises BundleError. Takes about a second per new tokenizer: call it in a thread."""
+        return cls(bundle)
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.context_tokens = bundle.context_tokens
+        self.stop_token_ids = bundle.stop_token_ids
+        self.page_size = bundle.page_size
+        self.vocab_size = bundle.vocab_size
+        self.tokenizer_digest = tokenizer_digest(bundle.tokenizer_json)
+        tokenizer = _tokenizer_by_digest.get(self.tokenizer_digest)
+        if tokenizer is None:
+            tokenizer = PromptTokenizer(bundle.tokenizer_json)
+            _tokenizer_by_digest[self.tokenizer_digest] = tokenizer
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer.full, bundle.stop_token_ids)
+        self._max_chars = bundle.context_tokens * self._detokenizer.longest_token_bytes
+        self._keys = KeyMemo(page_size=bundle.page_size)
+        self._bos = self._bos_ids(bundle)
+        self._template: ChatTemplate | None = None
+        self._assistant_guard = tokenizer.guard
+        if bundle.chat_template is not None:
+            self._template = ChatTemplate(
+                bundle.chat_template, bos_token=bundle.bos_token, eos_token=bundle.eos_token
+            )
+            self._assistant_guard = self._guard_for_assistant(self._template)
+
+    @property
+    def has_template(self) -> bool:
+        return self._template is not None
+
+    async def chat_prompt(self, messages: Sequence[Mapping[str, object]]) -> array[int]:
+        """Token ids (typecode 'I') of the whole conversation, up to where the assistant speaks.
+
+        Always from the text given: ids once generated are never used. Raises TextError.
+        """
+        if self._template is None:
+            raise TextError(
+                "messages",
+                found="a model without a chat template",
+                allowed="chat with models that have one",
+                remedy="use /v1/completions or a model with a template",
+                code="no_chat_template",
+            )
+        prepared = prepare(
+            messages,
+            guard=self._tokenizer.guard,
+            assistant_guard=self._assistant_guard,
+            keep_developer=self._template.names_developer,
+        )
+        rendered = self._template.render(prepared)
+        self._check_length(rendered, "messages")
+        return await self._tokenizer.encode(rendered)
+
+    async def raw_prompt(self, text: str) -> array[int]:
+        """Token ids (typecode 'I') of text as it stands, after bos where the model wants it."""
+        self._check_length(text, "prompt")
+        return self._bos + await self._tokenizer.encode_text(text)
+
+    def page_keys(self, root: bytes, ids: array[int]) -> list[bytes]:
+        """Keys of all full pages of ids; the next turn of a conversation costs its new pages."""
+        return self._keys.page_keys(root, wire.pack_ids(ids))
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens as text."""
+        return self._detokenizer.text_of(ids)
+
+    def output(self, stops: Sequence[str]) -> OutputText:
+        """For one stream. Raises ValueError on an empty stop string."""
+        return OutputText(self._detokenizer.stream(), stops)
+
+    def _check_length(self, text: str, field: str) -> None:
+        """Refuses before tokenising what cannot fit even in the longest tokens there are."""
+        if len(text) > self._max_chars:
+            raise TextError(
+                field,
+                found=f"{len(text)} characters",
+                allowed=f"at most {self.context_tokens} tokens",
+                remedy="shorten the prompt",
+                code="context_length_exceeded",
+            )
+
+    def _bos_ids(self, bundle: Bundle) -> array[int]:
+        if not bundle.add_bos:
+            return array("I")
+        token_id = self._tokenizer.full.token_to_id(bundle.bos_token or "")
+        if token_id is None:
+            raise BundleError(
+                f"add_bos: found bos_token {bundle.bos_token!r}, which is no token of the tokenizer"
+            )
+        return array("I", [token_id])
+
+    def _guard_for_assistant(self, template: ChatTemplate) -> Guard:
+        """Leaves alone what the template itself looks for in earlier answers, such as `</think>`.
+
+        Only tokens that are not special: those cannot open or close a turn.
+        """
+        searched = {text.strip() for text in template.searched}
+        return Guard(
+            token.text
+            for token in self._tokenizer.control
+            if token.special or token.text not in searched
+        )

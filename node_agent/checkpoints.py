@@ -1,0 +1,195 @@
+"""From a model's name to what an engine is told: checkpoint on disk, bundle, ModelSpec."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+
+from engine.config import ModelSpec
+from node_agent.bundle import load_bundle
+from node_agent.catalogue import (
+    Catalogue,
+    CatalogueFile,
+    CatalogueModel,
+    CheckpointFormat,
+    nearest,
+)
+from node_agent.errors import NodeError
+from node_agent.gguf_metadata import read_gguf_metadata
+from node_agent.pull import Fetch, Progress, pip_fetch, pull
+from policies.contract.bundle import bundle_digest, decode_bundle, tokenizer_digest
+
+DEFAULT_PAGE_SIZE = 64
+SAMPLES = 16  # places of a weights file that go into its fingerprint
+SAMPLE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model whose files are known; `entry` and `file` where it is the catalogue's."""
+
+    name: str
+    path: Path
+    format: CheckpointFormat
+    entry: CatalogueModel | None = None
+    file: CatalogueFile | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """All that an engine and the gateways need of one model."""
+
+    spec: ModelSpec
+    bundle_path: Path
+    bundle: bytes  # encoded
+
+
+def models_folder() -> Path:
+    """KAGARI_MODELS, or ~/.cache/kagari/models."""
+    chosen = os.environ.get("KAGARI_MODELS")
+    return Path(chosen).absolute() if chosen else Path.home() / ".cache" / "kagari" / "models"
+
+
+def resolve(name: str, catalogue: Catalogue, folder: Path) -> Checkpoint:
+    """Finds what a name means, without fetching: catalogue name, .gguf file or model folder.
+
+    Raises NodeError with the nearest names when it means nothing.
+    """
+    entry = catalogue.find(name)
+    if entry is not None:
+        file = catalogue.file_of(entry)
+        return Checkpoint(entry.name, folder / file.file, file.format, entry, file)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise NodeError(
+                f"--model {name}",
+                found="a folder without config.json",
+                allowed="a Hugging Face model folder, a .gguf file or a catalogue name",
+                remedy="name the folder that holds config.json, tokenizer.json and *.safetensors",
+            )
+        return Checkpoint(path.resolve().name, path.resolve(), "safetensors")
+    if path.is_file() and path.suffix == ".gguf":
+        return Checkpoint(path.stem, path.resolve(), "gguf")
+    close = nearest(name, catalogue.names())
+    looks_like_hub = name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    raise NodeError(
+        f"--model {name}",
+        found="a hub name, which is not fetched yet" if looks_like_hub else "no such model",
+        allowed="a catalogue name (" + ", ".join(catalogue.names()) + "), a .gguf file or a folder",
+        remedy=(
+            f"did you mean {' or '.join(close)}?"
+            if close
+            else "download the model to a folder and name that folder"
+        ),
+    )
+
+
+def ensure(
+    checkpoint: Checkpoint, *, fetch: Fetch | None = None, progress: Progress = lambda *_: None
+) -> None:
+    """Pulls a catalogue file that is absent. A present one is trusted by size: pull verified it."""
+    if checkpoint.file is None:
+        return
+    file = checkpoint.file
+    if checkpoint.path.exists():
+        size = checkpoint.path.stat().st_size
+        if size != file.file_bytes:
+            raise NodeError(
+                f"checkpoint {checkpoint.path.name}",
+                found=f"{size} bytes",
+                allowed=f"{file.file_bytes} bytes",
+                remedy=f"remove {checkpoint.path} and start again",
+            )
+        return
+    pull(file, checkpoint.path.parent, fetch=fetch or pip_fetch(file), progress=progress)
+
+
+def prepare(checkpoint: Checkpoint, *, bundle_caches: tuple[Path, ...]) -> PreparedModel:
+    """Builds or finds the bundle and states the ModelSpec. Reads headers, never all weights.
+
+    bundle_caches are tried in order: a models folder may be read-only.
+    """
+    entry = checkpoint.entry
+    page_size = entry.page_size if entry else DEFAULT_PAGE_SIZE
+    labels = entry.labels if entry else ()
+    fingerprint = fingerprint_of(checkpoint)
+    refusal: NodeError | None = None
+    for cache in bundle_caches:
+        try:
+            bundle_path, encoded = load_bundle(
+                checkpoint.path,
+                cache,
+                source_digest=_text_digest(checkpoint),
+                context_tokens=entry.context_tokens if entry else None,
+                page_size=page_size,
+                labels=labels,
+            )
+            break
+        except NodeError as error:
+            refusal = error
+    else:
+        assert refusal is not None, "bundle_caches is never empty"
+        raise refusal
+    rope = entry.rope_scaling if entry else None
+    recipe = msgspec.json.encode((checkpoint.name, fingerprint, rope))
+    spec = ModelSpec(
+        name=checkpoint.name,
+        identity=f"{checkpoint.name}@{sha256(recipe).hexdigest()[:16]}",
+        path=str(checkpoint.path),
+        format=checkpoint.format,
+        rope_scaling=rope,
+        context_tokens=entry.context_tokens if entry else None,
+        page_size=page_size,
+        tokenizer_digest=tokenizer_digest(decode_bundle(encoded).tokenizer_json),
+        bundle_digest=bundle_digest(encoded),
+        aliases=entry.aliases if entry else (),
+        labels=labels,
+    )
+    return PreparedModel(spec, bundle_path, encoded)
+
+
+def fingerprint_of(checkpoint: Checkpoint) -> str:
+    """Names the weights: the pulled file's SHA-256, else sizes, headers and samples of all files.
+
+    Two fine-tunes of one model have equal headers and sizes; the samples tell them apart, so that
+    they never share pages.
+    """
+    if checkpoint.file is not None:
+        return checkpoint.file.file_sha256
+    path = checkpoint.path
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    digest = sha256()
+    if path.is_dir():
+        digest.update((path / "config.json").read_bytes())
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name if path.is_dir() else ''}:{size}:".encode())
+        with file.open("rb") as source:
+            for sample in range(SAMPLES):
+                source.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
+                digest.update(source.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _text_digest(checkpoint: Checkpoint) -> str:
+    """Names all that the bundle is made of."""
+    if checkpoint.format == "gguf":
+        return read_gguf_metadata(checkpoint.path).digest
+    digest = sha256()
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    ):
+        file = checkpoint.path / name
+        content = file.read_bytes() if file.is_file() else b""
+        digest.update(f"{name}:{len(content)}:".encode())
+        digest.update(content)
+    return digest.hexdigest()

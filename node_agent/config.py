@@ -1,0 +1,176 @@
+"""The command line of a node agent, read once into a frozen value."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+from urllib.parse import urlsplit
+
+from msgspec import Struct
+
+from node_agent.errors import NodeError
+from policies.contract.wire import Role
+
+LINK_PATH = "/link/v1"
+MAX_LINKS = 32  # gateways of one node; channels of the engine socket are 1 … 254
+# Engine flags that take a value and go to `python -m engine serve` as they are.
+ENGINE_FLAGS = (
+    "--kv-dtype",
+    "--dtype",
+    "--compute",
+    "--kv-device-tokens",
+    "--device",
+    "--step-tokens",
+    "--max-running",
+)
+
+
+class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    gateway_urls: tuple[str, ...]
+    join_token: str
+    models: tuple[str, ...]
+    home: Path
+    node_id: str | None = None  # None: the persisted one
+    role: Role = "mixed"
+    script: Path | None = None
+    bundle: Path | None = None  # only with script: no checkpoint is needed then
+    threads: int | None = None
+    engine_flags: tuple[str, ...] = ()
+    exit_with_parent: bool = False
+    drain_s: float = 20.0
+    engine_up_s: float = 600.0
+
+
+def default_home() -> Path:
+    """KAGARI_HOME, or ~/.local/share/kagari."""
+    chosen = os.environ.get("KAGARI_HOME")
+    return Path(chosen) if chosen else Path.home() / ".local" / "share" / "kagari"
+
+
+def parse_config(argv: Sequence[str]) -> NodeConfig:
+    """Raises NodeError on values that cannot be; argparse exits with 2 on unknown flags."""
+    parser = argparse.ArgumentParser(
+        prog="python -m node_agent",
+        description="Runs the engines of this machine and speaks for them to the gateways.",
+        epilog="python -m node_agent models list|pull|show|spec: what can be served",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--gateway", action="append", required=True, metavar="URL")
+    parser.add_argument("--join-token")
+    parser.add_argument("--join-token-file", type=Path)
+    parser.add_argument("--node-id")
+    parser.add_argument("--role", choices=get_args(Role), default="mixed")
+    parser.add_argument("--model", action="append", metavar="NAME")
+    parser.add_argument("--home", type=Path, default=default_home())
+    parser.add_argument("--script", type=Path, help="scripted replies instead of a model")
+    parser.add_argument("--bundle", type=Path, help="tokenizer bundle for --script")
+    parser.add_argument("--threads", type=int, help="CPU threads of each engine")
+    parser.add_argument("--drain-s", type=float, default=20.0)
+    parser.add_argument("--engine-up-s", type=float, default=600.0)
+    parser.add_argument("--exit-with-parent", action="store_true")
+    for flag in ENGINE_FLAGS:
+        parser.add_argument(flag, metavar="VALUE")
+    options = parser.parse_args(argv)
+    values = vars(options)
+    engine_flags: list[str] = []
+    for flag in ENGINE_FLAGS:
+        value = values[flag[2:].replace("-", "_")]
+        if value is not None:
+            engine_flags += [flag, value]
+    if options.bundle is not None and options.script is None:
+        raise NodeError(
+            "--bundle",
+            found="a bundle without --script",
+            allowed="only together with --script",
+            remedy="leave --bundle away: a model brings its own",
+        )
+    _require_range("--threads", options.threads, 1, 1024)
+    _require_range("--drain-s", options.drain_s, 0, 3600)
+    _require_range("--engine-up-s", options.engine_up_s, 1, 86400)
+    return NodeConfig(
+        gateway_urls=_link_urls(options.gateway),
+        join_token=_join_token(options.join_token, options.join_token_file),
+        models=tuple(dict.fromkeys(options.model or ())),
+        home=options.home,
+        node_id=_node_id(options.node_id),
+        role=options.role,
+        script=options.script,
+        bundle=options.bundle,
+        threads=options.threads,
+        engine_flags=tuple(engine_flags),
+        exit_with_parent=options.exit_with_parent,
+        drain_s=options.drain_s,
+        engine_up_s=options.engine_up_s,
+    )
+
+
+def _require_range(flag: str, found: float | None, low: float, high: float) -> None:
+    if found is not None and not low <= found <= high:
+        raise NodeError(
+            flag, found=str(found), allowed=f"{low} … {high}", remedy=f"pass another {flag}"
+        )
+
+
+def _link_urls(urls: Sequence[str]) -> tuple[str, ...]:
+    """http becomes ws, and a URL without a path gets the link's."""
+    links = []
+    for url in urls:
+        parts = urlsplit(url)
+        scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
+        if scheme not in ("ws", "wss") or not parts.hostname:
+            raise NodeError(
+                "--gateway",
+                found=url,
+                allowed="ws://HOST:LINK-PORT or wss://…",
+                remedy="name the gateway's link port, not its API port",
+            )
+        path = parts.path if parts.path.strip("/") else LINK_PATH
+        links.append(parts._replace(scheme=scheme, path=path).geturl())
+    unique = tuple(dict.fromkeys(links))
+    if len(unique) > MAX_LINKS:
+        raise NodeError(
+            "--gateway",
+            found=f"{len(unique)} URLs",
+            allowed=f"at most {MAX_LINKS}",
+            remedy="start another node agent for the rest",
+        )
+    return unique
+
+
+def _join_token(token: str | None, file: Path | None) -> str:
+    if file is not None:
+        try:
+            token = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise NodeError(
+                "--join-token-file",
+                found=str(error),
+                allowed="a readable file that holds the token",
+                remedy="copy home/join.token from the gateway's machine",
+            ) from error
+    token = (token or "").strip()
+    if not token or not token.isascii() or not token.isprintable():
+        raise NodeError(
+            "--join-token",
+            found="no printable token",
+            allowed="the token of the gateways that the node joins",
+            remedy="pass --join-token-file FILE",
+        )
+    return token
+
+
+def _node_id(node_id: str | None) -> str | None:
+    if node_id is None:
+        return None
+    plain = node_id.replace("-", "").replace("_", "").replace(".", "")
+    if not plain.isalnum() or not node_id.isascii() or len(node_id) > 64 or node_id[0] == ".":
+        raise NodeError(
+            "--node-id",
+            found=repr(node_id),
+            allowed="1 to 64 letters, digits, '-', '_' or '.'",
+            remedy="choose a plain name such as n1",
+        )
+    return node_id

@@ -1,0 +1,241 @@
+"""Where a request goes: filter → score → pick, in seconds, with the reasons kept.
+
+Cost is (tokens queued before it + own_weight × its own uncached tokens) ÷ the measured prefill
+rate: affinity and residency are worth tokens, they are no command. Among nodes whose costs are
+nearly equal the order is rendezvous hashing (Thaler and Ravishankar, 1998) on the session's key,
+else on the prompt's first page, walked with a bounded load (Mirrokni et al., 2016), so that
+gateways agree without talking and a node that joins or leaves moves few sessions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from hashlib import blake2b
+from math import ceil
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from policies.contract.wire import NodeState
+
+Affinity = Literal["hit", "spill", "new", "none"]
+Reason = Literal["home", "least_cost", "rendezvous", "least_in_flight", "turn"]
+Rejection = Literal["state", "engine", "tried", "full", "overloaded"]
+
+
+class RoutingPolicy(StrEnum):
+    """cost: the policy above; round_robin: nodes in turn, as a baseline to compare with."""
+
+    COST = "cost"
+    ROUND_ROBIN = "round_robin"
+
+
+class RoutingParameters(Struct, frozen=True, forbid_unknown_fields=True):
+    """defaults/routing.toml says what each is for."""
+
+    version: str = "routing-1"
+    own_weight: float = 4.0
+    slack: float = 0.15
+    window_s: float = 0.05
+    load_bound: float = 1.25
+    fallback_tokens_per_s: float = 2000.0
+    home_idle_s: float = 3600.0
+    max_homes: int = 65_536
+
+
+def parse_parameters(text: str) -> RoutingParameters:
+    """Parameters from TOML text; raises msgspec.ValidationError on an unknown or wrong field."""
+    return msgspec.toml.decode(text, type=RoutingParameters)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One engine of one node as the gateway sees it now."""
+
+    node_id: str
+    engine: int
+    state: NodeState
+    engine_ready: bool
+    tried: bool  # an earlier attempt of this request failed there
+    in_flight: int  # sequences of this gateway on the node
+    max_in_flight: int
+    overloaded: bool  # its out-queue is full
+    backlog_tokens: int  # uncached prompt tokens waiting or running there
+    tokens_per_s: float  # measured prefill rate; 0: not known
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What routing must know of a request."""
+
+    prompt_tokens: int
+    hash_key: bytes  # same key, same order of nodes
+    home: str | None  # the session's home, when it is known
+    has_affinity_key: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    candidate: Candidate
+    hit_tokens: int
+    uncached_tokens: int
+    cost_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A choice and why: the scored nodes, and why others were left out."""
+
+    chosen: Scored
+    affinity: Affinity
+    reason: Reason
+    scored: tuple[Scored, ...]
+    rejected: tuple[tuple[str, Rejection], ...]
+
+
+def filter_candidates(
+    candidates: Sequence[Candidate],
+) -> tuple[list[Candidate], list[tuple[str, Rejection]]]:
+    """Those that can take a sequence now, and (node_id, why not) of the others.
+
+    Nodes that failed this request before are kept only when no other is left.
+    """
+    kept: list[Candidate] = []
+    tried: list[Candidate] = []
+    rejected: list[tuple[str, Rejection]] = []
+    for candidate in candidates:
+        why = _rejection(candidate)
+        if why is not None:
+            rejected.append((candidate.node_id, why))
+        elif candidate.tried:
+            tried.append(candidate)
+        else:
+            kept.append(candidate)
+    if not kept:
+        return tried, rejected
+    rejected += [(candidate.node_id, "tried") for candidate in tried]
+    return kept, rejected
+
+
+def _rejection(candidate: Candidate) -> Rejection | None:
+    if candidate.state != "ready":
+        return "state"
+    if not candidate.engine_ready:
+        return "engine"
+    if candidate.in_flight >= candidate.max_in_flight:
+        return "full"
+    if candidate.overloaded:
+        return "overloaded"
+    return None
+
+
+def score(
+    candidates: Sequence[Candidate],
+    wanted: Wanted,
+    hit_tokens: Callable[[Candidate], int],
+    parameters: RoutingParameters,
+) -> list[Scored]:
+    """Each candidate's cost in seconds; hit_tokens looks up the resident prefix on one."""
+    scored: list[Scored] = []
+    for candidate in candidates:
+        hit = hit_tokens(candidate)
+        uncached = max(1, wanted.prompt_tokens - hit)  # the last token is always computed
+        rate = candidate.tokens_per_s or parameters.fallback_tokens_per_s
+        cost_s = (candidate.backlog_tokens + parameters.own_weight * uncached) / rate
+        scored.append(Scored(candidate, hit, uncached, cost_s))
+    return scored
+
+
+def pick(
+    scored: Sequence[Scored],
+    wanted: Wanted,
+    rejected: Sequence[tuple[str, Rejection]],
+    parameters: RoutingParameters,
+) -> Decision:
+    """The home when it is nearly as good as the best, else rendezvous among the nearly best."""
+    least = min(one.cost_s for one in scored)
+    reason: Reason = "home"
+    chosen = _pick_home(scored, wanted, least, parameters)
+    if chosen is None:
+        near = [one for one in scored if one.cost_s <= least + parameters.window_s]
+        chosen, reason = _pick_near(near, scored, wanted, parameters)
+    return Decision(
+        chosen=chosen,
+        affinity=affinity(wanted, chosen.candidate.node_id),
+        reason=reason,
+        scored=tuple(scored),
+        rejected=tuple(rejected),
+    )
+
+
+def _pick_home(
+    scored: Sequence[Scored], wanted: Wanted, least: float, parameters: RoutingParameters
+) -> Scored | None:
+    for one in scored:
+        if one.candidate.node_id == wanted.home:
+            rate = one.candidate.tokens_per_s or parameters.fallback_tokens_per_s
+            slack_s = max(parameters.window_s, parameters.slack * wanted.prompt_tokens / rate)
+            return one if one.cost_s <= least + slack_s else None
+    return None
+
+
+def _pick_near(
+    near: Sequence[Scored],
+    scored: Sequence[Scored],
+    wanted: Wanted,
+    parameters: RoutingParameters,
+) -> tuple[Scored, Reason]:
+    if len(near) == 1:
+        return near[0], "least_cost"
+    total = sum(one.candidate.in_flight for one in scored)
+    room = ceil(parameters.load_bound * (total + 1) / len(scored))
+    ordered = sorted(near, key=lambda one: rendezvous(wanted.hash_key, one.candidate), reverse=True)
+    for one in ordered:
+        if one.candidate.in_flight < room:
+            return one, "rendezvous"
+    return min(ordered, key=lambda one: one.candidate.in_flight), "least_in_flight"
+
+
+def pick_in_turn(
+    candidates: Sequence[Candidate],
+    wanted: Wanted,
+    rejected: Sequence[tuple[str, Rejection]],
+    turn: int,
+) -> Decision:
+    """The baseline: the turn-th node in order of node_id, whatever it holds."""
+    ordered = sorted(candidates, key=lambda one: (one.node_id, one.engine))
+    chosen = Scored(ordered[turn % len(ordered)], 0, wanted.prompt_tokens, 0.0)
+    return Decision(
+        chosen=chosen,
+        affinity=affinity(wanted, chosen.candidate.node_id),
+        reason="turn",
+        scored=(chosen,),
+        rejected=tuple(rejected),
+    )
+
+
+def affinity(wanted: Wanted, node_id: str) -> Affinity:
+    """hit: home serves it; spill: a known session elsewhere; new: first seen; none: no signal."""
+    if not wanted.has_affinity_key:
+        return "none"
+    if wanted.home is None:
+        return "new"
+    return "hit" if wanted.home == node_id else "spill"
+
+
+def rendezvous(key: bytes, candidate: Candidate) -> bytes:
+    """Weight of a node for a key; the greatest wins, and its loss moves only its own keys."""
+    place = f"{candidate.node_id}\0{candidate.engine}".encode()
+    return blake2b(place, key=key[:64], digest_size=8).digest()
+
+
+def retry_after_s(candidates: Sequence[Candidate], parameters: RoutingParameters) -> float:
+    """When the least loaded of the full nodes may have room again: 0.5 to 30 s."""
+    waits = [
+        one.backlog_tokens / (one.tokens_per_s or parameters.fallback_tokens_per_s)
+        for one in candidates
+    ]
+    return min(30.0, max(0.5, min(waits, default=1.0)))

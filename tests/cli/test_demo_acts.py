@@ -1,0 +1,128 @@
+"""The demo's claims are decided from rows: they hold when they should and fail when they should."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from msgspec.structs import replace
+
+from gateway.cli.client import ChatReply
+from gateway.demo import scenario
+from gateway.demo.acts import Turn, affinity_act, discount_act, hit_rate
+from gateway.ledger.usage import RequestLine, UsageLine
+from policies.contract.wire import Usage
+from policies.pricing import Rates, charge
+
+RATES = Rates(20_000, 4_000, 40_000)
+
+
+def reply(request_id: str, node: str, cached: int) -> ChatReply:
+    return ChatReply(request_id, node, "hit", "yes", 1000, cached, 8, 0.5, 0.7)
+
+
+def turns(routing: str, cached: int, node_of: Callable[[int, int], str]) -> list[Turn]:
+    made = []
+    for turn in range(1, 4):
+        for agent in range(4):
+            told = reply(f"{routing}-{turn}-{agent}", node_of(agent, turn), cached)
+            bill = charge(Usage(1000, cached, 8), RATES).bill
+            made.append(Turn(routing, f"a{agent}", turn, told, bill))
+    return made
+
+
+def in_turn(agent: int, turn: int) -> str:
+    return f"n{(agent + turn) % 2 + 1}"
+
+
+def at_home(agent: int, turn: int) -> str:
+    return f"n{agent % 2 + 1}"
+
+
+def test_affinity_holds_with_a_clear_margin_and_agents_at_home() -> None:
+    act = affinity_act(turns("rr", 300, in_turn), turns("affinity", 800, at_home))
+    assert act.ok
+    assert len(act.rows) == 24
+    assert set(act.rows[0]) >= {
+        *("turn", "node", "affinity", "prompt_tokens", "cached_tokens", "ttft_s"),
+        "charge_nano_usd",
+    }
+
+
+@pytest.mark.parametrize(
+    ("cached_after", "node_of"),
+    [(350, at_home), (800, in_turn), (200, at_home)],
+)
+def test_affinity_fails_without_margin_or_home(
+    cached_after: int, node_of: Callable[[int, int], str]
+) -> None:
+    assert not affinity_act(turns("rr", 300, in_turn), turns("x", cached_after, node_of)).ok
+
+
+def test_hit_rate_is_cached_over_prompt() -> None:
+    assert hit_rate(turns("rr", 250, at_home)) == 0.25
+    assert hit_rate([]) == 0.0
+
+
+def line(request_id: str, cached: int) -> RequestLine:
+    bill = charge(Usage(1000, cached, 8), RATES).bill
+    return RequestLine(
+        request_id, "default", "m", "ok", "mixed", "n1", None, 1000, cached, 8, bill, RATES
+    )
+
+
+def total(lines: list[RequestLine]) -> UsageLine:
+    bill = sum(one.charge_nano_usd for one in lines)
+    full = sum(charge(Usage(1000, 0, 8), RATES).full for _ in lines)
+    cached = sum(one.cached_tokens for one in lines)
+    count = len(lines)
+    return UsageLine(
+        None, None, None, None, count, 0, 1000 * count, cached, 8 * count, bill, full - bill
+    )
+
+
+def test_discount_balances_to_the_nano_usd() -> None:
+    lines = [line("r0", 0), line("r1", 640)]
+    told = [reply("r0", "n1", 0), reply("r1", "n1", 640)]
+    act = discount_act(lines, total(lines), told)
+    assert act.ok
+    assert (
+        act.rows[-1]["full_nano_usd"] - act.rows[-1]["discount_nano_usd"]
+        == (act.rows[-1]["bill_nano_usd"])
+    )
+
+
+def test_discount_fails_by_one_nano_usd_anywhere() -> None:
+    lines = [line("r0", 0), line("r1", 640)]
+    told = [reply("r0", "n1", 0), reply("r1", "n1", 640)]
+    whole = total(lines)
+    wrong_row = [lines[0], replace(lines[1], charge_nano_usd=lines[1].charge_nano_usd + 1)]
+    assert not discount_act(wrong_row, total(wrong_row), told).ok
+    off_by_one = replace(whole, charge_nano_usd=whole.charge_nano_usd + 1)
+    assert not discount_act(lines, off_by_one, told).ok
+    assert not discount_act(lines, whole, [told[0], reply("r1", "n1", 704)]).ok
+    assert not discount_act([], replace(whole, charge_nano_usd=0, saved_nano_usd=0), []).ok
+
+
+def test_in_turn_agents_never_get_affinity_by_accident() -> None:
+    """Nodes in turn over a fixed order of an even number of agents would look like affinity."""
+    node_by_agent: dict[int, int] = {}
+    stayed = served = 0
+    for turn in range(1, scenario.NUM_TURNS + 1):
+        for agent in scenario.turn_order(turn):
+            stayed += node_by_agent.get(agent) == served % 2
+            node_by_agent[agent] = served % 2
+            served += 1
+    assert stayed == 0
+
+
+def test_each_turn_resends_the_one_before_it() -> None:
+    conversation = scenario.Conversation(2)
+    first = list(conversation.ask(1))
+    conversation.hear("It parses.")
+    second = list(conversation.ask(2))
+    assert second[: len(first)] == first
+    assert [message["role"] for message in second] == ["system", "user", "assistant", "user"]
+    others = scenario.Conversation(0).ask(1)
+    assert others[0] == first[0]
+    assert others[1] != first[1]

@@ -1,0 +1,79 @@
+"""The doctor: each check finds the illness it is for and names a remedy."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from gateway.cli.doctor import (
+    check_clock,
+    check_home,
+    check_instructions,
+    check_memory,
+    check_models,
+    check_port,
+    findings,
+)
+
+Kagari = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_memory_that_does_not_suffice(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 900000 kB\nMemAvailable: 1000000 kB\n")
+    assert check_memory(meminfo).verdict == "bad"
+    meminfo.write_text("MemAvailable: 9000000 kB\n")
+    assert check_memory(meminfo).verdict == "ok"
+    assert check_memory(tmp_path / "absent").verdict == "note"
+
+
+def test_instructions(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags : fpu avx2\n")
+    assert check_instructions(cpuinfo).verdict == "note"
+    cpuinfo.write_text("flags : fpu avx512_bf16\n")
+    assert check_instructions(cpuinfo).found == "avx512_bf16"
+
+
+def test_home_that_others_can_read(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    assert check_home(home).verdict == "ok"
+    home.mkdir(mode=0o755)
+    assert check_home(home).verdict == "bad"
+    home.chmod(0o700)
+    key = home / "api.key"
+    key.touch(mode=0o644)
+    finding = check_home(home)
+    assert finding.verdict == "bad"
+    assert finding.remedy == f"chmod 600 {key}"
+    key.chmod(0o600)
+    assert check_home(home).verdict == "ok"
+
+
+def test_models_and_clock_and_port(tmp_path: Path) -> None:
+    assert check_models(tmp_path).remedy == "kagari models pull smollm2-135m"
+    (tmp_path / "some.gguf").touch()
+    assert check_models(tmp_path).found == "some.gguf"
+    assert check_clock(0.0).verdict == "bad"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert check_port(server.getsockname()[1]).verdict == "note"
+
+
+def test_what_is_not_well_has_a_remedy(tmp_path: Path) -> None:
+    for finding in findings(port=8000, home=tmp_path, models=tmp_path):
+        assert (finding.verdict == "ok") == (finding.remedy == "")
+
+
+def test_json_and_exit_code(kagari: Kagari, tmp_path: Path) -> None:
+    told = kagari("doctor", "--json")
+    report = json.loads(told.stdout)
+    bad = [finding for finding in report if finding["verdict"] == "bad"]
+    assert told.returncode == (1 if bad else 0)
+    assert {"python", "torch", "memory", "disk", "clock"} <= {f["check"] for f in report}
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home").chmod(0o755)
+    assert kagari("doctor", "--json").returncode == 1
+    assert "chmod 700" in kagari("doctor").stdout.replace("\n", " ")

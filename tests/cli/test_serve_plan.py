@@ -1,0 +1,98 @@
+"""What `serve` starts, decided without starting it."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from gateway.cli.problem import Problem
+from gateway.cli.serve_plan import (
+    DEFAULT_MODEL,
+    Launch,
+    ServeOptions,
+    free_ports,
+    link_host,
+    plan_serve,
+    require_free_port,
+)
+
+
+def options(**changes: object) -> ServeOptions:
+    home = Path("/home/somebody/kagari")
+    given: dict[str, object] = {
+        "home": home,
+        "key_file": home / "api.key",
+        "join_token_file": home / "join.token",
+        **changes,
+    }
+    return ServeOptions(**given)  # type: ignore[arg-type]
+
+
+def flag(launch: Launch, name: str) -> str:
+    return launch.arguments[launch.arguments.index(name) + 1]
+
+
+def test_the_default_is_one_mixed_node_with_the_default_model() -> None:
+    plan = plan_serve(options(), port=8000, link_port=9001, admin_port=9002)
+    assert [node.name for node in plan.nodes] == ["n1"]
+    assert flag(plan.nodes[0], "--model") == DEFAULT_MODEL
+    assert flag(plan.nodes[0], "--role") == "mixed"
+    assert flag(plan.nodes[0], "--gateway") == "ws://127.0.0.1:9001"
+    assert flag(plan.gateway, "--link-port") == "9001"
+    assert plan.api_url == "http://127.0.0.1:8000"
+    assert plan.admin_url == "http://127.0.0.1:9002"
+
+
+def test_nodes_are_named_and_share_the_cores() -> None:
+    plan = plan_serve(options(num_nodes=3), port=1, link_port=2, admin_port=3)
+    assert [node.name for node in plan.nodes] == ["n1", "n2", "n3"]
+    assert [flag(node, "--node-id") for node in plan.nodes] == ["n1", "n2", "n3"]
+    assert all(int(flag(node, "--threads")) >= 1 for node in plan.nodes)
+    fixed = plan_serve(options(num_nodes=3, threads=7), port=1, link_port=2, admin_port=3)
+    assert [flag(node, "--threads") for node in fixed.nodes] == ["7", "7", "7"]
+
+
+def test_no_secret_is_on_a_command_line() -> None:
+    plan = plan_serve(options(), port=1, link_port=2, admin_port=3)
+    for launch in (plan.gateway, *plan.nodes):
+        assert "--api-key" not in launch.arguments
+        assert "--join-token" not in launch.arguments
+
+
+def test_engine_flags_and_script_reach_every_node() -> None:
+    given = options(
+        num_nodes=2,
+        script=Path("replies.json"),
+        engine_flags=("--kv-device-tokens", "4096"),
+        models=("a", "b"),
+    )
+    for node in plan_serve(given, port=1, link_port=2, admin_port=3).nodes:
+        assert flag(node, "--script") == "replies.json"
+        assert flag(node, "--kv-device-tokens") == "4096"
+        assert [node.arguments[i + 1] for i, a in enumerate(node.arguments) if a == "--model"] == [
+            "a",
+            "b",
+        ]
+
+
+@pytest.mark.parametrize(
+    ("host", "dialled"), [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("10.1.2.3", "10.1.2.3")]
+)
+def test_nodes_never_dial_a_wildcard(host: str, dialled: str) -> None:
+    assert link_host(host) == dialled
+
+
+def test_a_busy_port_is_refused_with_its_remedy() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(Problem) as caught:
+            require_free_port("127.0.0.1", port, "--port")
+    assert "in use" in caught.value.found
+    assert str(port) in caught.value.remedy
+    require_free_port("127.0.0.1", port, "--port")
+
+
+def test_free_ports_are_all_different() -> None:
+    assert len(set(free_ports("127.0.0.1", 20))) == 20

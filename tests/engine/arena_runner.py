@@ -1,0 +1,98 @@
+"""A runner whose "KV" is a hash of the whole history, kept in pages: mix-ups change tokens.
+
+Each slot of the arena holds the state after its token; a row's first state is read back through its
+page table. Newly assigned pages are full of poison, so reading what nobody wrote is caught, and so
+is writing other bytes over a slot that has some.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from engine.schedule.plan import StepPlan, StepResult
+
+VOCAB = 50
+EMPTY = 0
+POISON = -1
+START = 17
+
+
+def mix(state: int, token: int) -> int:
+    return (state * 1_000_003 + token + 1) % ((1 << 61) - 1) or 1
+
+
+def fold(tokens: Iterable[int], state: int = START) -> int:
+    for token in tokens:
+        state = mix(state, token)
+    return state
+
+
+def choose(state: int) -> int:
+    return (state >> 7) % VOCAB
+
+
+def alone(prompt: array[int], count: int) -> list[int]:
+    """What an unconstrained fresh run produces."""
+    state, tokens = fold(prompt), []
+    for _ in range(count):
+        tokens.append(choose(state))
+        state = mix(state, tokens[-1])
+    return tokens
+
+
+class ArenaRunner:
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.arena = [[POISON] * page_size for _ in range(num_pages)]
+        self.tags = [0] * num_pages
+        self.not_due: set[int] = set()  # sequence ids that get None where they sample
+        self.live: set[int] = set()
+        self.plans: list[StepPlan] = []
+
+    def begin(self, sequence_id: int, prompt: array[int]) -> None:
+        self.live.add(sequence_id)
+
+    def end(self, sequence_id: int) -> None:
+        self.live.remove(sequence_id)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        for page, generation in plan.assigned:
+            self.tags[page] = generation
+            self.arena[page] = [POISON] * self.page_size
+        tokens: list[int | None] = []
+        corrupt = []
+        for index, row in enumerate(plan.rows):
+            (pages,), (generations,) = row.page_table, row.generations
+            end = row.start + len(row.token_ids)
+            assert (len(pages) - 1) * self.page_size < end <= len(pages) * self.page_size
+            if [self.tags[page] for page in pages] != generations:
+                corrupt.append(index)
+                tokens.append(None)
+                continue
+            state = START if row.start == 0 else self._read(pages, row.start - 1)
+            for position, token in enumerate(row.token_ids, row.start):
+                state = mix(state, token)
+                self._write(pages, position, state)
+            due = row.samples and row.sequence_id not in self.not_due
+            tokens.append(choose(state) if due else None)
+        for page, offset in plan.zero_tails:
+            self.arena[page][offset:] = [EMPTY] * (self.page_size - offset)
+        for index, row in enumerate(plan.rows):
+            if index not in corrupt:
+                end = row.start + len(row.token_ids)
+                tail = self.arena[row.page_table[0][-1]][(end - 1) % self.page_size + 1 :]
+                assert POISON not in tail, "a masked lane would read poison"
+        return StepResult(plan.step, tuple(tokens), tuple(corrupt))
+
+    def _read(self, pages: list[int], position: int) -> int:
+        state = self.arena[pages[position // self.page_size]][position % self.page_size]
+        assert state not in (EMPTY, POISON), f"position {position} was never computed"
+        return state
+
+    def _write(self, pages: list[int], position: int, state: int) -> None:
+        page = self.arena[pages[position // self.page_size]]
+        old = page[position % self.page_size]
+        assert old in (EMPTY, POISON, state), f"position {position} overwrites other bytes"
+        page[position % self.page_size] = state

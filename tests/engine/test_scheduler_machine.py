@@ -1,0 +1,303 @@
+"""Random lives of sequences on tiny pools: tokens as in a fresh run, every page in one place."""
+
+from array import array
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from engine.config import ScheduleConfig
+from engine.schedule.events import (
+    SequenceFailed,
+    SequenceFinished,
+    SequenceRefused,
+    SequenceStarted,
+    TokensProduced,
+)
+from engine.schedule.pages import HoldKind
+from engine.schedule.plan import StepResult
+from engine.schedule.scheduler import Scheduler
+from engine.schedule.sequence import NewSequence
+from policies.contract.page_keys import max_hit_pages
+from policies.contract.wire import CacheCleared, PageRemoved, PageStored, Sampling
+from tests.engine.arena_runner import VOCAB, ArenaRunner, choose, fold, mix
+
+PAGE_SIZE = 4
+ROOTS = (b"a" * 32, b"b" * 32)
+
+
+@dataclass
+class Stream:
+    new: NewSequence
+    state: int  # of the reference run, after the tokens so far
+    produced: list[int] = field(default_factory=list)
+    started: SequenceStarted | None = None
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        num_pages=st.integers(6, 14),
+        step_tokens=st.integers(1, 24),
+        max_running=st.integers(1, 6),
+        context_tokens=st.integers(20, 60),
+        rate=st.sampled_from([1.0, 10.0, 1000.0]),
+    )
+    def build(
+        self, num_pages: int, step_tokens: int, max_running: int, context_tokens: int, rate: float
+    ) -> None:
+        self.config = ScheduleConfig(
+            num_pages=num_pages,
+            page_size=PAGE_SIZE,
+            context_tokens=context_tokens,
+            step_tokens=step_tokens,
+            max_running=min(max_running, step_tokens),
+            max_waiting=8,
+            prefill_tokens_per_s=rate,
+        )
+        self.scheduler = Scheduler(self.config)
+        self.runner = ArenaRunner(num_pages, PAGE_SIZE)
+        self.now = 100.0
+        self.next_id = 1
+        self.streams: dict[int, Stream] = {}
+        self.pending: StepResult | None = None
+        self.flipped: set[int] = set()
+        self.resident: set[bytes] = set()
+        self.next_event = 0
+
+    # --- rules ----------------------------------------------------------------------------------
+
+    @rule(
+        copies=st.integers(1, 3),
+        family=st.integers(0, 1),
+        length=st.integers(1, 32),
+        root=st.sampled_from(ROOTS),
+        max_tokens=st.integers(1, 30),
+        min_tokens=st.integers(0, 4),
+        stops=st.sets(st.integers(0, VOCAB - 1), max_size=3),
+        deadline_s=st.one_of(st.none(), st.none(), st.floats(0.5, 30.0)),
+    )
+    def submit(
+        self,
+        copies: int,
+        family: int,
+        length: int,
+        root: bytes,
+        max_tokens: int,
+        min_tokens: int,
+        stops: set[int],
+        deadline_s: float | None,
+    ) -> None:
+        sampling = Sampling(max_tokens, min_tokens=min_tokens, stop_token_ids=tuple(sorted(stops)))
+        deadline = None if deadline_s is None else self.now + deadline_s
+        for _ in range(copies):
+            self.submit_one(family, length, root, sampling, deadline)
+
+    def submit_one(
+        self, family: int, length: int, root: bytes, sampling: Sampling, deadline: float | None
+    ) -> None:
+        # Families share long prefixes, so that prompts hit and duplicate each other.
+        prompt = array("I", [(family * 7 + i // 9) % VOCAB for i in range(length)])
+        new = NewSequence(self.next_id, prompt, root, sampling, deadline)
+        self.next_id += 1
+        full = self.scheduler.load().waiting_sequences >= 8
+        fits = length < min(self.config.context_tokens, self.config.num_pages * PAGE_SIZE)
+        if full or not fits:
+            with pytest.raises(SequenceRefused):
+                self.scheduler.submit(new, self.now)
+            return
+        self.scheduler.submit(new, self.now)
+        self.runner.begin(new.sequence_id, prompt)
+        self.streams[new.sequence_id] = Stream(new, fold(prompt))
+
+    @precondition(lambda self: self.pending is None)
+    @rule(not_due=st.sets(st.integers(1, 12), max_size=3))
+    def plan_and_execute(self, not_due: set[int]) -> None:
+        plan = self.scheduler.plan(self.now)
+        if plan is None:
+            assert not self.streams, "there is work and nothing holds pages but sequences"
+            return
+        ids = [row.sequence_id for row in plan.rows]
+        assert len(set(ids)) == len(ids)
+        assert set(ids) <= set(self.streams)
+        assert all(row.token_ids for row in plan.rows)
+        assert sum(len(row.token_ids) for row in plan.rows) <= self.config.step_tokens
+        self.runner.not_due = not_due
+        self.pending = self.runner.execute(plan)
+        self.flipped -= {page for page, _ in plan.assigned}
+
+    @precondition(lambda self: self.pending is not None)
+    @rule()
+    def apply(self) -> None:
+        assert self.pending is not None
+        plan = self.runner.plans[-1]
+        corrupt = {plan.rows[index].sequence_id for index in self.pending.corrupt}
+        corrupt &= set(self.streams)
+        self.now += 0.05
+        events = self.scheduler.apply(self.pending, self.now)
+        self.pending = None
+        failed = {e.sequence_id for e in events if isinstance(e, SequenceFailed)}
+        assert failed == corrupt, "corruption ends its sequence and no other"
+        self.take(events)
+
+    @rule(steps=st.integers(1, 25))
+    def run_on(self, steps: int) -> None:
+        for _ in range(steps):
+            if self.pending is None:
+                self.plan_and_execute(set())
+            if self.pending is not None:
+                self.apply()
+
+    @precondition(lambda self: self.streams)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        sequence_id = data.draw(st.sampled_from(sorted(self.streams)))
+        (event,) = self.scheduler.abort(sequence_id, self.now)
+        assert isinstance(event, SequenceFinished)
+        assert event.reason == "abort"
+        self.take([event])
+        assert self.scheduler.abort(sequence_id, self.now) == []
+
+    @precondition(lambda self: self.streams)
+    @rule(data=st.data(), keep=st.integers(0, 8))
+    def finish(self, data: st.DataObject, keep: int) -> None:
+        sequence_id = data.draw(st.sampled_from(sorted(self.streams)))
+        produced = len(self.streams[sequence_id].produced)
+        (event,) = self.scheduler.finish(sequence_id, keep, self.now)
+        assert isinstance(event, SequenceFinished)
+        assert event.reason == "stop"
+        assert event.usage.completion_tokens == min(keep, produced)
+        self.take([event])
+
+    @rule(seconds=st.floats(0.0, 5.0))
+    def expire(self, seconds: float) -> None:
+        self.now += seconds
+        events = self.scheduler.expire(self.now)
+        assert all(e.code == "deadline_exceeded" for e in events if isinstance(e, SequenceFailed))
+        late = {i for i, s in self.streams.items() if (s.new.deadline or 1e9) <= self.now}
+        assert {event.sequence_id for event in events} == late
+        self.take(events)
+
+    @rule(page=st.integers(0, 13))
+    def flip_tag(self, page: int) -> None:
+        """Some page is overwritten behind our back."""
+        if page < self.config.num_pages:
+            self.runner.tags[page] += 1000
+            self.flipped.add(page)
+
+    # --- what must hold -------------------------------------------------------------------------
+
+    def take(self, events: list) -> None:
+        for event in events:
+            stream = self.streams[event.sequence_id]
+            prompt, sampling = stream.new.prompt, stream.new.sampling
+            match event:
+                case SequenceStarted():
+                    assert stream.started is None
+                    assert not stream.produced
+                    most = max_hit_pages(len(prompt), PAGE_SIZE) * PAGE_SIZE
+                    assert 0 <= event.cached_tokens <= most
+                    assert event.queue_s >= 0
+                    stream.started = event
+                case TokensProduced(tokens=tokens):
+                    assert stream.started is not None
+                    for token in tokens:
+                        assert token == choose(stream.state), "another token than in a fresh run"
+                        stream.state = mix(stream.state, token)
+                        stream.produced.append(token)
+                case SequenceFinished(reason=reason, usage=usage):
+                    produced = stream.produced
+                    total = len(prompt) + len(produced)
+                    if reason == "length":
+                        limit = self.config.context_tokens, self.config.num_pages * PAGE_SIZE
+                        assert len(produced) == sampling.max_tokens or total == min(limit)
+                    if reason != "stop":
+                        assert usage.completion_tokens == len(produced)
+                    self.over(event, stream)
+                case SequenceFailed():
+                    self.over(event, stream)
+
+    def over(self, event: SequenceFinished | SequenceFailed, stream: Stream) -> None:
+        assert event.usage.prompt_tokens == len(stream.new.prompt)
+        if stream.started is not None:
+            assert event.usage.cached_tokens == stream.started.cached_tokens
+        sampling = stream.new.sampling
+        for position, token in enumerate(stream.produced[:-1], 1):
+            assert token not in sampling.stop_token_ids or position < sampling.min_tokens
+        assert len(stream.produced) <= sampling.max_tokens
+        self.runner.end(event.sequence_id)
+        del self.streams[event.sequence_id]
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.scheduler.invariants()
+        load = self.scheduler.load()
+        assert load.pages_free + load.pages_held + load.pages_cached == load.pages_total
+        assert load.waiting_sequences + load.running_sequences == len(self.streams)
+        assert self.runner.live == set(self.streams)
+
+    @invariant()
+    def a_step_in_flight_keeps_its_pages(self) -> None:
+        if self.pending is not None:
+            for row in self.runner.plans[-1].rows:
+                for page in row.page_table[0]:
+                    assert any(self.scheduler.pool.holds(page, kind) for kind in HoldKind)
+                    assert page not in self.scheduler.pool.idle
+
+    @invariant()
+    def events_replayed_are_the_residency(self) -> None:
+        first, events = self.scheduler.take_page_events()
+        assert first == self.next_event
+        self.next_event += len(events)
+        for event in events:
+            match event:
+                case CacheCleared():
+                    self.resident.clear()
+                case PageStored(page_key=key):
+                    assert key not in self.resident
+                    assert len(key) == 16
+                    self.resident.add(key)
+                case PageRemoved(page_key=key):
+                    self.resident.remove(key)
+        assert len(self.resident) == len(self.scheduler.cache)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(2000):
+            if self.pending is None:
+                self.plan_and_execute(set())
+            if self.pending is None:
+                break
+            self.apply()
+            self.events_replayed_are_the_residency()
+        assert not self.streams, "a sequence starved"
+        self.books_agree()
+        assert self.scheduler.pool.num_held == 0
+
+
+SMALL = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+
+def test_scheduler_machine() -> None:
+    run_state_machine_as_test(SchedulerMachine, settings=SMALL)
+
+
+@pytest.mark.slow
+def test_scheduler_machine_at_length() -> None:
+    run_state_machine_as_test(
+        SchedulerMachine, settings=settings(SMALL, max_examples=3000, stateful_step_count=80)
+    )

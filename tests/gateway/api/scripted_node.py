@@ -1,0 +1,255 @@
+"""A node that does what the last user message tells it, over the real link, with a tiny tokenizer.
+
+The message may be JSON: {"say": text, "times": n, "delay_s": before each step, "first_s": before
+the first, "step": tokens a frame, "fail_after": tokens, "fail": code, "cut_after": tokens}.
+Anything else is answered with "ok". A token is a byte, so counts are easy to foretell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from array import array
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
+
+from policies.contract import wire
+from policies.contract.bundle import Bundle, bundle_digest, encode_bundle, tokenizer_digest
+
+PAGE_SIZE = 16
+CONTEXT_TOKENS = 65_536
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def _tokenizer_json() -> bytes:
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(ALPHABET)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(text, special=True, normalized=False)
+            for text in ("<|im_start|>", "<|im_end|>")
+        ]
+    )
+    return tokenizer.to_str().encode()
+
+
+TOKENIZER = Tokenizer.from_str(_tokenizer_json().decode())
+START_ID = TOKENIZER.token_to_id("<|im_start|>")
+END_ID = TOKENIZER.token_to_id("<|im_end|>")
+
+
+def make_bundle(*, chat_template: str | None = TEMPLATE) -> Bundle:
+    return Bundle(
+        tokenizer_json=_tokenizer_json(),
+        chat_template=chat_template,
+        bos_token=None,
+        eos_token="<|im_end|>",
+        stop_token_ids=(END_ID,),
+        add_bos=False,
+        context_tokens=CONTEXT_TOKENS,
+        page_size=PAGE_SIZE,
+        vocab_size=TOKENIZER.get_vocab_size(),
+    )
+
+
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+@dataclass
+class Served:
+    """One Submit as the node saw it, and what became of it."""
+
+    submit: wire.Submit
+    text: str
+    specials: int
+    aborted: bool = False
+    finished_keep: int | None = None
+    sent: int = 0
+
+
+@dataclass
+class ScriptedNode:
+    node_id: str
+    models: dict[str, Bundle] = field(default_factory=lambda: {"tiny": make_bundle()})
+    served: list[Served] = field(default_factory=list)
+    resident: set[tuple[int, ...]] = field(default_factory=set)  # whole prefixes in pages
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    by_lane: dict[int, Served] = field(default_factory=dict)
+    socket: ClientConnection | None = None
+
+    async def run(self, url: str, join_token: str) -> None:
+        """Dial again whenever the link is cut; until cancelled."""
+        headers = {"Authorization": f"Bearer {join_token}"}
+        epoch = 0
+        while True:
+            epoch += 1
+            try:
+                async with connect(
+                    url, additional_headers=headers, compression=None, max_size=16 << 20
+                ) as socket:
+                    self.socket = socket
+                    await self._speak(socket, epoch)
+            except (ConnectionClosed, OSError):
+                for task in self.tasks.values():
+                    task.cancel()
+                self.tasks.clear()
+                self.by_lane.clear()
+                await asyncio.sleep(0.05)
+
+    async def _speak(self, socket: ClientConnection, epoch: int) -> None:
+        encoded = {name: encode_bundle(bundle) for name, bundle in self.models.items()}
+        infos = tuple(
+            wire.EngineInfo(
+                engine=index,
+                model=name,
+                identity=name,
+                context_tokens=bundle.context_tokens,
+                page_size=bundle.page_size,
+                num_pages=100_000,
+                bundle_digest=bundle_digest(encoded[name]),
+                tokenizer_digest=tokenizer_digest(bundle.tokenizer_json),
+                layout_id="test",
+                weights_digest="0" * 64,
+                weights_precision="q4_1",
+                kv_precision="bf16",
+                compute="exact",
+                step_tokens=512,
+                prefill_tokens_per_s=10_000.0,
+                aliases=("tiny-alias",) if name == "tiny" else (),
+            )
+            for index, (name, bundle) in enumerate(self.models.items())
+        )
+        await socket.send(
+            wire.encode(wire.Hello(1, 1, self.node_id, epoch, "mixed", infos, "scripted"))
+        )
+        welcome = wire.decode_from_gateway(await socket.recv())
+        assert isinstance(welcome, wire.Welcome), welcome
+        for data in encoded.values():
+            digest = bundle_digest(data)
+            if digest in welcome.wanted_bundles:
+                await socket.send(wire.encode(wire.BundlePart(digest, 0, 1, data)))
+        async with asyncio.TaskGroup() as group:
+            reports = group.create_task(self._report(socket, epoch, len(infos)))
+            try:
+                async for frame in socket:
+                    await self._receive(socket, wire.decode_from_gateway(frame))
+            finally:
+                reports.cancel()
+        raise ConnectionClosed(None, None)
+
+    async def _report(self, socket: ClientConnection, epoch: int, engines: int) -> None:
+        sequence = 0
+        with suppress(ConnectionClosed):
+            while True:
+                sequence += 1
+                loads = tuple(wire.EngineReport(i, "ready") for i in range(engines))
+                await socket.send(wire.encode(wire.Report(epoch, sequence, "ready", loads)))
+                await asyncio.sleep(0.5)
+
+    async def _receive(self, socket: ClientConnection, message: object) -> None:
+        match message:
+            case wire.Submit():
+                lane = message.lanes[0]
+                ids = wire.unpack_ids(message.prompt)
+                served = Served(
+                    submit=message,
+                    text=TOKENIZER.decode(list(ids), skip_special_tokens=False),
+                    specials=sum(token in (START_ID, END_ID) for token in ids),
+                )
+                self.served.append(served)
+                self.by_lane[lane] = served
+                self.tasks[lane] = asyncio.create_task(self._answer(socket, lane, served, ids))
+            case wire.Abort(lanes):
+                for lane in lanes:
+                    if lane in self.by_lane:  # else its end and the Abort crossed
+                        self.by_lane[lane].aborted = True
+                        await self._end(socket, lane, "abort")
+            case wire.FinishLane(lane, keep):
+                if lane in self.by_lane:
+                    self.by_lane[lane].finished_keep = keep
+                    await self._end(socket, lane, "stop")
+
+    async def _end(self, socket: ClientConnection, lane: int, reason: wire.FinishReason) -> None:
+        task = self.tasks.pop(lane, None)
+        if task is None:
+            return
+        task.cancel()
+        served = self.by_lane.pop(lane)
+        usage = wire.Usage(len(served.submit.prompt) // 4, 0, served.sent)
+        await socket.send(
+            wire.encode(
+                wire.Step(served.submit.engine, 0, [], [], [wire.Finished(lane, reason, usage)])
+            )
+        )
+
+    async def _answer(
+        self, socket: ClientConnection, lane: int, served: Served, ids: array[int]
+    ) -> None:
+        script = _script(served.text)
+        await asyncio.sleep(float(script.get("first_s", 0)))
+        engine = served.submit.engine
+        cached = self._cached(ids)
+        if script.get("fail") and not script.get("fail_after"):
+            await self._fail(socket, lane, served, str(script["fail"]))
+            return
+        said = str(script.get("say", "ok")) * int(script.get("times", 1))
+        tokens = ids_of(said)[: served.submit.sampling.max_tokens]
+        started: list[wire.Rare] = [wire.Started(lane, cached)]
+        step = int(script.get("step", 1))
+        for at in range(0, len(tokens), step):
+            piece = tokens[at : at + step]
+            if script.get("fail_after") is not None and served.sent >= script["fail_after"]:
+                await self._fail(socket, lane, served, str(script["fail"]))
+                return
+            if script.get("cut_after") is not None and served.sent >= script["cut_after"]:
+                await socket.close()
+                return
+            served.sent += len(piece)
+            await socket.send(
+                wire.encode(wire.Step(engine, at, [lane] * len(piece), piece, started))
+            )
+            started = []
+            await asyncio.sleep(float(script.get("delay_s", 0)))
+        self._remember(ids)
+        reason = "length" if len(tokens) == served.submit.sampling.max_tokens else "stop"
+        usage = wire.Usage(len(ids), cached, len(tokens))
+        self.tasks.pop(lane, None)
+        self.by_lane.pop(lane, None)
+        rare = [*started, wire.Finished(lane, reason, usage)]
+        await socket.send(wire.encode(wire.Step(engine, 0, [], [], rare)))
+
+    async def _fail(self, socket: ClientConnection, lane: int, served: Served, code: str) -> None:
+        self.tasks.pop(lane, None)
+        self.by_lane.pop(lane, None)
+        failed = wire.Failed(lane, code, "/secret/path of the node", wire.Usage(1, 0, served.sent))
+        await socket.send(wire.encode(wire.Step(served.submit.engine, 0, [], [], [failed])))
+
+    def _remember(self, ids: array[int]) -> None:
+        for pages in range(1, len(ids) // PAGE_SIZE + 1):
+            self.resident.add(tuple(ids[: pages * PAGE_SIZE]))
+
+    def _cached(self, ids: array[int]) -> int:
+        for pages in range((len(ids) - 1) // PAGE_SIZE, 0, -1):
+            if tuple(ids[: pages * PAGE_SIZE]) in self.resident:
+                return pages * PAGE_SIZE
+        return 0
+
+
+def _script(text: str) -> dict[str, object]:
+    messages = re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", text, re.DOTALL)
+    try:
+        script = json.loads(messages[-1])
+    except (IndexError, ValueError):
+        return {}
+    return script if isinstance(script, dict) else {}

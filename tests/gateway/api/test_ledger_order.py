@@ -1,0 +1,147 @@
+"""The row before the first byte, no row no service, and one settlement whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+
+from gateway.ledger.rows import LedgerFull, LedgerHealth, OpenRow, Settlement
+
+
+class FakeLedger:
+    """Remembers what it is told; refuses or is slow when asked to."""
+
+    def __init__(self, *, refuse: bool = False, slow_s: float = 0.0) -> None:
+        self.refuse = refuse
+        self.slow_s = slow_s
+        self.opened: list[OpenRow] = []
+        self.settled: list[Settlement] = []
+
+    async def open(self, row: OpenRow) -> None:
+        if self.refuse:
+            raise LedgerFull("the disk is full", 2.0)
+        await asyncio.sleep(self.slow_s)
+        self.opened.append(row)
+
+    def settle(self, settlement: Settlement) -> None:
+        self.settled.append(settlement)
+
+    def health(self) -> LedgerHealth:
+        state = "full" if self.refuse else "ok"
+        return LedgerHealth(state, "", 0, 0, 0, 0.0, 0)
+
+
+@pytest.fixture
+def with_ledger(gateway):
+    """with_ledger(fake): the running gateway writes there until the test's end."""
+    real = gateway.services.ledger
+
+    def use(fake: FakeLedger) -> FakeLedger:
+        gateway.services.ledger = fake
+        return fake
+
+    yield use
+    gateway.wait_idle()
+    gateway.services.ledger = real
+
+
+def body(script: dict[str, Any], **fields: Any) -> bytes:
+    messages = [{"role": "user", "content": json.dumps(script)}]
+    return json.dumps({"model": "tiny", "messages": messages, **fields}).encode()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_full_ledger_is_503_and_the_node_is_told_to_stop(gateway, with_ledger, stream) -> None:
+    fake = with_ledger(FakeLedger(refuse=True))
+    with gateway.client() as client:
+        reply = client.post(
+            "/v1/chat/completions",
+            content=body({"say": "x" * 500, "delay_s": 0.01}, stream=stream),
+        )
+        ready = client.get("/readyz")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "ledger_full")
+    assert reply.headers["retry-after-ms"] == "2000"
+    assert (ready.status_code, ready.json()["reasons"]) == (503, ["ledger_full"])
+    gateway.wait_idle()
+    assert not fake.settled
+    assert all(served.aborted for served in gateway.node.served)
+
+
+def test_first_byte_waits_for_the_row(gateway, with_ledger) -> None:
+    fake = with_ledger(FakeLedger(slow_s=0.5))
+    with gateway.connect() as sock:
+        began = time.monotonic()
+        sock.sendall(gateway.raw(body({"say": "quick"}, stream=True)))
+        sock.recv(1)
+        waited = time.monotonic() - began
+    assert waited >= 0.5
+    assert len(fake.opened) == 1
+
+
+def test_row_carries_what_will_be_billed_and_no_clear_session(gateway, with_ledger) -> None:
+    fake = with_ledger(FakeLedger())
+    with gateway.client() as client:
+        reply = client.post(
+            "/v1/chat/completions",
+            content=body({"say": "abc"}),
+            headers={"x-session-affinity": "ses_clear"},
+        )
+    (row,) = fake.opened
+    (end,) = fake.settled
+    assert row.request_id == reply.headers["x-request-id"] == end.request_id
+    assert (row.tenant, row.model, row.path, row.node) == ("default", "tiny", "mixed", "n1")
+    assert row.prompt_tokens == reply.json()["usage"]["prompt_tokens"]
+    assert row.rates == gateway.services.prices.rates("tiny")
+    assert row.session_digest is not None
+    assert b"ses_clear" not in row.session_digest
+    assert row.page_digest is not None
+    assert (end.status, end.quality, end.completion_tokens) == ("ok", "exact", 3)
+    assert end.ttft_s is not None
+    assert end.ttft_s >= 0
+
+
+@pytest.mark.parametrize("leave_after_s", [0.05, 0.2, 0.45])
+def test_leaving_while_the_row_is_written_settles_once(gateway, with_ledger, leave_after_s) -> None:
+    fake = with_ledger(FakeLedger(slow_s=0.3))
+    sock = gateway.connect()
+    sock.sendall(gateway.raw(body({"say": "x" * 300, "delay_s": 0.01}, stream=True)))
+    while not gateway.node.served:
+        time.sleep(0.005)
+    time.sleep(leave_after_s)
+    sock.close()
+    gateway.wait_idle()
+    deadline = time.monotonic() + 2
+    while not fake.settled and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [end.status for end in fake.settled] == ["client_left"]
+    assert gateway.node.served[0].aborted
+
+
+ENDINGS = [
+    ({"say": "ab"}, "ok"),
+    ({"say": "abcdef", "fail": "page_integrity"}, "failed"),
+    ({"say": "abcdef", "fail": "page_integrity", "fail_after": 2, "delay_s": 0.01}, "failed"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("script", "status"), ENDINGS)
+def test_every_ending_settles_exactly_once(gateway, with_ledger, script, status, stream) -> None:
+    fake = with_ledger(FakeLedger())
+    with gateway.client() as client:
+        client.post("/v1/chat/completions", content=body(script, stream=stream))
+    gateway.wait_idle()
+    assert [end.status for end in fake.settled] == [status]
+
+
+def test_refused_request_has_no_row(gateway, with_ledger) -> None:
+    fake = with_ledger(FakeLedger())
+    with gateway.client() as client:
+        client.post("/v1/chat/completions", content=body({}, n=5))
+        client.post("/v1/chat/completions", content=body({}, model="nothing"))
+    assert not fake.opened
+    assert not fake.settled

@@ -1,0 +1,351 @@
+"""Routes over the wire: roles, probes, metrics, the admin listener, HTTP/2, draining."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from typing import Any
+
+import h2.config
+import h2.connection
+import h2.events
+import httpx
+import msgspec
+import pytest
+
+from gateway.config import GatewayConfig, ServerConfig, StreamConfig
+from gateway.routes import ADMIN_ROUTES, PUBLIC_ROUTES
+from policies.admission import AdmissionLimits
+
+SAMPLE = {"{account}": "acc", "{model:rest}": "tiny", "{node}": "n1"}
+
+
+def path_of(path: str) -> str:
+    for name, value in SAMPLE.items():
+        path = path.replace(name, value)
+    return path
+
+
+def script(**fields: Any) -> list[dict[str, str]]:
+    return [{"role": "user", "content": json.dumps(fields)}]
+
+
+@pytest.mark.parametrize("route", PUBLIC_ROUTES, ids=lambda route: route.path)
+def test_public_listener_guards_each_route_by_its_role(gateway, route) -> None:
+    with httpx.Client(base_url=gateway.url, trust_env=False) as stranger:
+        status = stranger.request(route.methods[0], path_of(route.path)).status_code
+    assert status == (200 if route.role == "public" else 401)
+
+
+@pytest.mark.parametrize("route", ADMIN_ROUTES, ids=lambda route: route.path)
+def test_admin_listener_wants_the_operators_token(gateway, route) -> None:
+    url, token = gateway.addresses.admin_url, gateway.services.home.admin_token
+    with httpx.Client(base_url=url, trust_env=False) as client:
+        method, path = route.methods[0], path_of(route.path)
+        assert client.request(method, path).status_code == (
+            401 if route.role == "operator" else 200
+        )
+        client_key = {"authorization": "Bearer test-key-0123456789abcdef"}
+        if route.role == "operator":
+            assert client.request(method, path, headers=client_key).status_code == 401
+        operator = {"authorization": f"Bearer {token}"}
+        assert client.request(method, path, headers=operator).status_code == 200
+
+
+def test_admin_lists_and_drains_nodes(gateway) -> None:
+    token = gateway.services.home.admin_token
+    with (
+        httpx.Client(
+            base_url=gateway.addresses.admin_url,
+            headers={"authorization": f"Bearer {token}"},
+            trust_env=False,
+        ) as admin,
+        gateway.client() as client,
+    ):
+        (node,) = admin.get("/admin/v1/nodes").json()["nodes"]
+        assert (node["node_id"], node["state"], node["role"]) == ("n1", "ready", "mixed")
+        assert admin.post("/admin/v1/nodes/n1/drain").json() == {"node_id": "n1", "draining": True}
+        assert client.get("/v1/models").json()["data"] == []
+        ready = client.get("/readyz")
+        assert (ready.status_code, ready.json()["reasons"]) == (503, ["no_node_ready"])
+        refused = client.post(
+            "/v1/chat/completions", json={"model": "tiny", "messages": script(say="x")}
+        )
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_node")
+        assert "retry-after-ms" in refused.headers
+        assert admin.post("/admin/v1/nodes/n1/undrain").status_code == 200
+        assert client.get("/readyz").status_code == 200
+        lost = admin.post("/admin/v1/nodes/n7/drain")
+        assert (lost.status_code, lost.json()["error"]["code"]) == (404, "node_not_found")
+
+
+def test_probes_and_front_door(gateway) -> None:
+    with httpx.Client(base_url=gateway.url, trust_env=False) as client:
+        assert client.get("/livez").text == "ok\n"
+        assert client.get("/startupz").status_code == 200
+        assert client.get("/readyz").json() == {"ready": True, "reasons": []}
+        head = client.head("/")
+        assert (head.status_code, head.content) == (200, b"")
+        assert "kagari" in client.get("/").text
+        assert "server" not in client.get("/").headers  # versions are nobody's business
+
+
+def test_metrics_count_what_happened(gateway) -> None:
+    body = {"model": "tiny", "messages": script(say="12345")}
+    with gateway.client() as client:
+        client.post("/v1/chat/completions", json=body, headers={"x-session-affinity": "a" * 300})
+    text = httpx.get(gateway.addresses.admin_url + "/metrics", trust_env=False).text
+    for line in (
+        'kagari_completions_total{model="tiny",outcome="ok"}',
+        'kagari_affinity_ignored_total{source="x-session-affinity"}',
+        'kagari_completion_tokens_total{model="tiny"}',
+        'kagari_ttft_seconds_bucket{le="600.0",model="tiny"}',
+        'kagari_nodes{state="ready"} 1.0',
+    ):
+        assert line in text
+
+
+def test_one_log_line_a_request_without_secrets_or_content(gateway) -> None:
+    with gateway.client() as client:
+        client.post(
+            "/v1/chat/completions",
+            json={"model": "tiny", "messages": script(say="a-secret-answer")},
+            headers={"x-client-request-id": "id <script> " + "y" * 100},
+        )
+    gateway.wait_idle()
+    lines = [line for line in gateway.log_lines() if line["event"] == "request"]
+    line = lines[-1]
+    assert line["client_request_id"] == "idscript" + "y" * 52
+    assert {"request_id", "tenant", "key_id", "model", "node", "status", "ttft_s"} <= set(line)
+    assert (line["cached_tokens"], line["completion_tokens"]) == (0, 15)
+    assert (line["path"], line["affinity"], line["finish"]) == ("mixed", "none", "stop")
+    whole = gateway.log.getvalue()
+    assert "a-secret-answer" not in whole
+    assert "test-key-0123456789abcdef" not in whole
+
+
+def test_hundred_streams_on_one_http2_connection(gateway) -> None:
+    async def main() -> list[str]:
+        limits = httpx.Limits(max_connections=1, max_keepalive_connections=1)
+        async with httpx.AsyncClient(
+            base_url=gateway.url,
+            http1=False,
+            http2=True,
+            limits=limits,
+            timeout=30,
+            trust_env=False,
+            headers={"authorization": "Bearer test-key-0123456789abcdef"},
+        ) as client:
+
+            async def one(number: int) -> str:
+                reply = await client.post(
+                    "/v1/chat/completions",
+                    json={
+                        "model": "tiny",
+                        "stream": True,
+                        "messages": script(say=f"answer {number}", delay_s=0.02),
+                    },
+                )
+                assert (reply.status_code, reply.http_version) == (200, "HTTP/2")
+                return reply.text
+
+            return await asyncio.gather(*(one(number) for number in range(100)))
+
+    texts = asyncio.run(main())
+    for number, text in enumerate(texts):
+        chunks = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
+        said = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
+        assert said == f"answer {number}"
+        assert text.endswith("data: [DONE]\n\n")
+
+
+class Http2:
+    """A bare HTTP/2 client, for what httpx hides: resets, and data after the answer."""
+
+    def __init__(self, gateway: Any) -> None:
+        self.sock = gateway.connect()
+        self.connection = h2.connection.H2Connection(
+            config=h2.config.H2Configuration(client_side=True, header_encoding="utf-8")
+        )
+        self.connection.initiate_connection()
+        self.flush()
+
+    def flush(self) -> None:
+        self.sock.sendall(self.connection.data_to_send())
+
+    def ask(self, path: str, body: bytes, *, end: bool = True) -> int:
+        stream_id = self.connection.get_next_available_stream_id()
+        headers = [
+            (":method", "POST"),
+            (":path", path),
+            (":scheme", "http"),
+            (":authority", "t"),
+            ("authorization", "Bearer test-key-0123456789abcdef"),
+            ("content-type", "application/json"),
+        ]
+        self.connection.send_headers(stream_id, headers)
+        self.connection.send_data(stream_id, body, end_stream=end)
+        self.flush()
+        return stream_id
+
+    def events(self) -> list[h2.events.Event]:
+        data = self.sock.recv(65536)
+        assert data, "the server closed the connection"
+        found = self.connection.receive_data(data)
+        for event in found:
+            if isinstance(event, h2.events.DataReceived):
+                self.connection.acknowledge_received_data(
+                    event.flow_controlled_length, event.stream_id
+                )
+        self.flush()
+        return found
+
+    def wait(self, kind: type[h2.events.Event], stream_id: int) -> Any:
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            for event in self.events():
+                if isinstance(event, kind) and event.stream_id == stream_id:
+                    return event
+        raise AssertionError(f"no {kind.__name__} for stream {stream_id}")
+
+
+def chat_bytes(**fields: Any) -> bytes:
+    return json.dumps({"model": "tiny", "stream": True, "messages": script(**fields)}).encode()
+
+
+def test_rst_stream_aborts_only_its_stream(gateway) -> None:
+    client = Http2(gateway)
+    with client.sock:
+        first = client.ask("/v1/chat/completions", chat_bytes(say="x" * 1000, delay_s=0.01))
+        client.wait(h2.events.DataReceived, first)
+        second = client.ask("/v1/chat/completions", chat_bytes(say="y" * 30, delay_s=0.01))
+        client.wait(h2.events.ResponseReceived, second)
+        client.connection.reset_stream(first)
+        client.flush()
+        deadline = time.monotonic() + 2
+        while not gateway.node.served[0].aborted and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert gateway.node.served[0].aborted
+        client.wait(h2.events.StreamEnded, second)
+        assert not gateway.node.served[1].aborted
+
+
+def test_early_refusal_on_http2_does_not_end_other_streams(gateway) -> None:
+    """Hypercorn alone ends the connection on data for a stream that was answered already."""
+    client = Http2(gateway)
+    with client.sock:
+        running = client.ask("/v1/chat/completions", chat_bytes(say="z" * 250, delay_s=0.01))
+        client.wait(h2.events.ResponseReceived, running)
+        refused = client.ask("/v1/nowhere", b"a", end=False)
+        status = dict(client.wait(h2.events.ResponseReceived, refused).headers)[":status"]
+        assert status == "404"
+        client.wait(h2.events.StreamEnded, refused)
+        client.connection.send_data(refused, b"late" * 100)
+        client.flush()
+        client.wait(h2.events.StreamEnded, running)
+
+
+def test_oversized_header_list_on_http2_harms_only_its_connection(gateway) -> None:
+    with gateway.client(http2=True) as client, pytest.raises(httpx.HTTPError):
+        client.get("/v1/models", headers={f"x-{i}": "a" * 1000 for i in range(100)})
+    with gateway.client() as client:
+        assert client.get("/v1/models").status_code == 200
+
+
+def with_admission(start: Any, tmp_path: Any, limits: AdmissionLimits) -> Any:
+    config = GatewayConfig(
+        server=ServerConfig(port=0, link_port=0, admin_port=0, drain_s=3.0), admission=limits
+    )
+    return start(tmp_path, config)
+
+
+def test_shed_is_429_3040_with_advice_and_releases(tmp_path, start, ask) -> None:
+    limits = AdmissionLimits(concurrent_requests=1, retry_after_s=0.05)
+    with with_admission(start, tmp_path, limits) as running, running.client() as client:
+        body = ask({"say": "abc", "delay_s": 0.15})
+
+        def occupy() -> None:
+            with running.client() as other:
+                other.post("/v1/chat/completions", json=body)
+
+        slow = threading.Thread(target=occupy)
+        slow.start()
+        while not running.node.served:
+            time.sleep(0.005)
+        shed = client.post("/v1/chat/completions", json=ask("x"))
+        assert (shed.status_code, shed.json()["error"]["code"]) == (429, "capacity_exceeded")
+        assert shed.json()["error"]["number"] == 3040
+        assert (shed.headers["retry-after-ms"], shed.headers["x-should-retry"]) == ("50", "true")
+        slow.join()
+        running.wait_idle()
+        assert client.post("/v1/chat/completions", json=ask("x")).status_code == 200
+        with client.stream("POST", "/v1/chat/completions", json=ask("x", stream=True)):
+            pass  # left before reading: the slot comes back
+        running.wait_idle()
+
+
+def test_rate_is_per_key_and_told_in_headers(tmp_path, start, ask) -> None:
+    limits = AdmissionLimits(requests_per_minute_per_key=2)
+    with with_admission(start, tmp_path, limits) as running:
+        with running.client() as client:
+            first = client.post("/v1/chat/completions", json=ask("x"))
+            assert first.headers["x-ratelimit-limit-requests"] == "2"
+            assert first.headers["x-ratelimit-remaining-requests"] == "1"
+            client.post("/v1/chat/completions", json=ask("x"))
+            third = client.post("/v1/chat/completions", json=ask("x"))
+            assert (third.status_code, third.json()["error"]["code"]) == (
+                429,
+                "rate_limit_exceeded",
+            )
+            assert 25_000 < int(third.headers["retry-after-ms"]) <= 30_000
+        with running.client(key="other-key-0123456789abcd") as other:
+            assert other.post("/v1/chat/completions", json=ask("x")).status_code == 200
+
+
+def test_drain_finishes_what_runs_and_takes_nothing_new(tmp_path, start, ask) -> None:
+    result: list[str] = []
+    with start(tmp_path) as running:
+
+        def read() -> None:
+            with running.client() as client:
+                body = ask({"say": "w" * 30, "delay_s": 0.02}, stream=True)
+                result.append(client.post("/v1/chat/completions", json=body).text)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        while not running.node.served:
+            time.sleep(0.005)
+        running.stop()
+        time.sleep(0.1)
+        with running.client() as late, pytest.raises(httpx.ConnectError):
+            late.get("/livez")
+        reader.join(10)
+    assert result
+    assert result[0].endswith("data: [DONE]\n\n")
+
+
+def test_slow_reader_is_bounded_and_settled(tmp_path, start) -> None:
+    """Nobody reads: kernel and gateway hold a bounded number of tokens, then the stream ends."""
+    config = GatewayConfig(
+        server=ServerConfig(
+            port=0, link_port=0, admin_port=0, drain_s=0.5, send_buffer_bytes=16 << 10
+        ),
+        stream=StreamConfig(send_stall_s=0.5),
+    )
+    with start(tmp_path, config) as running:
+        body = {
+            "model": "tiny",
+            "stream": True,
+            "messages": script(say="s" * 1000, times=60, step=100),
+        }
+        sock = running.connect()
+        sock.setsockopt(1, 8, 4096)  # SOL_SOCKET, SO_RCVBUF
+        sock.sendall(running.raw(msgspec.json.encode(body)))
+        while not running.node.served:
+            time.sleep(0.005)
+        running.wait_idle(15)
+        assert running.node.served[0].aborted
+        assert running.node.served[0].sent < 60_000
+        sock.close()

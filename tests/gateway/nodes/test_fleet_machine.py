@@ -1,0 +1,222 @@
+"""Any order of joins, steps, reports, cuts, aborts and late frames leaves the books right."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from gateway.nodes.placement import NoCapacity, NoNode
+from gateway.nodes.streams import MAX_UNREAD_TOKENS, Stream
+from policies.contract import wire
+from policies.routing import RoutingPolicy
+from tests.gateway.nodes.fake_node import Clock, FakeNode, fleet, info, keys, request
+
+NODES = ("n1", "n2", "n3")
+node_ids = st.sampled_from(NODES)
+picks = st.integers(0, 2**16)
+
+
+class Fleet(RuleBasedStateMachine):
+    """The model: what each node was told, and what each stream's owner has read."""
+
+    @initialize(policy=st.sampled_from(RoutingPolicy))
+    def start(self, policy: RoutingPolicy) -> None:
+        self.clock = Clock()
+        self.fleet = fleet(self.clock, policy=policy, max_in_flight=6)
+        self.nodes = {name: FakeNode(self.fleet, name) for name in NODES}
+        self.streams: list[Stream] = []
+        self.ends: dict[int, Any] = {}
+        self.read_by: dict[int, int] = {}
+        self.requests = 0
+
+    def linked(self, name: str) -> FakeNode | None:
+        node = self.nodes[name]
+        if node.session is None or node.session.outbox.closing is not None:
+            return None
+        return node
+
+    def lane(self, node: FakeNode, pick: int) -> int:
+        """A lane the node knows, or sometimes one that nobody gave."""
+        lanes = [*node.request_by_lane, 1000]
+        return lanes[pick % len(lanes)]
+
+    @rule(name=node_ids, restarted=st.booleans())
+    def join(self, name: str, restarted: bool) -> None:
+        self.nodes[name].epoch += restarted
+        self.nodes[name].join()
+
+    @rule(name=node_ids)
+    def cut(self, name: str) -> None:
+        if self.linked(name):
+            self.nodes[name].cut()
+
+    @rule(name=node_ids, down=st.booleans(), uncached=st.integers(0, 5000))
+    def report(self, name: str, down: bool, uncached: int) -> None:
+        if node := self.linked(name):
+            node.report(state="down" if down else "ready", uncached_tokens=uncached)
+
+    @rule(seconds=st.sampled_from([0.05, 0.9, 5.2]))
+    def time_passes(self, seconds: float) -> None:
+        for _ in range(8 if seconds > 1 else 1):
+            self.clock.now += seconds / 8 if seconds > 1 else seconds
+            self.fleet.tick()
+
+    @rule(tokens=st.sampled_from([1, 64, 65, 700]), key=st.sampled_from([None, b"a", b"b"]))
+    def dispatch(self, tokens: int, key: bytes | None) -> None:
+        self.requests += 1
+        try:
+            stream = self.fleet.dispatch(
+                request(self.requests, tokens=tokens, affinity_key=key, deadline_s=30.0)
+            )
+        except (NoNode, NoCapacity):
+            return
+        self.streams.append(stream)
+
+    @rule(name=node_ids)
+    def read(self, name: str) -> None:
+        if node := self.linked(name):
+            node.read()
+
+    @rule(name=node_ids, chosen=st.lists(picks, max_size=6), start=st.booleans())
+    def step(self, name: str, chosen: list[int], start: bool) -> None:
+        if node := self.linked(name):
+            lanes = [self.lane(node, pick) for pick in chosen]
+            rare = [wire.Started(lane, 0) for lane in lanes] if start else []
+            node.step(lanes, rare=rare)
+
+    @rule(name=node_ids, pick=picks, twice=st.booleans())
+    def finish_at_node(self, name: str, pick: int, twice: bool) -> None:
+        if node := self.linked(name):
+            lane = self.lane(node, pick)
+            node.end(lane, "abort" if lane in node.aborted else "length")
+            if twice and lane not in node.request_by_lane:
+                node.end(lane)
+
+    @rule(name=node_ids, pick=picks, code=st.sampled_from(["engine_lost", "node_draining", "bad"]))
+    def fail_at_node(self, name: str, pick: int, code: str) -> None:
+        if node := self.linked(name):
+            node.fail(self.lane(node, pick), code)
+
+    @rule(name=node_ids, junk=st.binary(max_size=12))
+    def junk(self, name: str, junk: bytes) -> None:
+        node = self.linked(name)
+        if node is not None and node.session is not None:
+            self.fleet.receive(node.session, junk)
+
+    @rule(name=node_ids)
+    def a_lane_floods_its_slow_reader(self, name: str) -> None:
+        if node := self.linked(name):
+            node.step([self.lane(node, 0)] * (MAX_UNREAD_TOKENS + 1))
+
+    @rule(name=node_ids, first=st.integers(0, 9), names=st.lists(st.integers(0, 20), max_size=5))
+    def page_events(self, name: str, first: int, names: list[int]) -> None:
+        if node := self.linked(name):
+            stored = [wire.PageStored(key[:16]) for key in keys(*names)]
+            node.send(wire.PageEvents(0, first, list(stored), snapshot=first == 0))
+
+    @rule(name=node_ids, drain=st.booleans())
+    def drain(self, name: str, drain: bool) -> None:
+        if self.nodes[name].session is not None and name in {
+            view.node_id for view in self.fleet.nodes()
+        }:
+            self.fleet.drain(name, drain)
+
+    @rule(name=node_ids, pages=st.integers(50, 60))
+    def engine_restarts(self, name: str, pages: int) -> None:
+        if node := self.linked(name):
+            node.infos = (info(num_pages=pages),)
+            node.send(wire.EnginesChanged(node.infos))
+
+    @precondition(lambda self: self.streams)
+    @rule(pick=picks, keep=st.integers(0, 3))
+    def end_by_owner(self, pick: int, keep: int) -> None:
+        stream = self.streams[pick % len(self.streams)]
+        if keep:
+            stream.finish(keep)
+        else:
+            stream.abort()
+
+    @precondition(lambda self: self.streams)
+    @rule(pick=picks)
+    def read_stream(self, pick: int) -> None:
+        index = pick % len(self.streams)
+        burst = self.streams[index]._flow.take()
+        if burst is None:
+            return
+        if index in self.ends:
+            assert burst.tokens == [], "tokens after the end"
+            assert burst.end is self.ends[index], "a stream ended twice"
+        elif burst.end is not None:
+            self.ends[index] = burst.end
+        self.read_by[index] = self.read_by.get(index, 0) + len(burst.tokens)
+
+    @invariant()
+    def books_agree(self) -> None:
+        if not hasattr(self, "streams"):
+            return
+        flows = [stream._flow for stream in self.streams]
+        for flow in flows:
+            placed = flow.session is not None and flow.session.live.get(flow.lane) is flow
+            assert placed == (flow.end is None), "a flow is live in one place until it ends"
+            assert flow.end is None or flow.credit == 0
+            assert 1 <= flow.attempt <= 3
+            assert flow.attempt == len(flow.tried)
+        for node in self.fleet._node_by_id.values():
+            session = node.session
+            if session is not None:
+                used = [*session.live, *session.ending, *session._free]
+                assert sorted(used) == list(range(session._num_lanes)), "lanes are unique"
+                assert session.in_flight <= 6
+            for engine in node.engine_by_index.values():
+                ours = sum(flow.credit for flow in flows if flow.engine is engine)
+                assert engine.outstanding_tokens == ours
+                assert engine.backlog_tokens >= ours
+
+    def teardown(self) -> None:
+        if not hasattr(self, "streams"):
+            return
+        for stream in self.streams:
+            stream.abort()
+            burst = stream._flow.take()
+            assert burst is not None
+            assert burst.end is not None
+        for node in self.nodes.values():
+            if self.linked(node.node_id):
+                for lane in node.lanes():
+                    node.end(lane, "abort")
+        for view in self.fleet.nodes():
+            assert view.in_flight == 0
+            assert all(engine.outstanding_tokens == 0 for engine in view.engines)
+
+
+def _run(examples: int) -> None:
+    run_state_machine_as_test(
+        Fleet,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_fleet_machine() -> None:
+    _run(60)
+
+
+@pytest.mark.slow
+def test_fleet_machine_full() -> None:
+    _run(int(os.environ.get("KAGARI_EXAMPLES", "3000")))
