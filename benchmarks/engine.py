@@ -23,14 +23,14 @@ from statistics import median
 from typing import Any
 
 import torch
+
+from benchmarks.peer import transformers_llama
 from engine.config import DEFAULT_STEP_TOKENS, ModelSpec, ScheduleConfig
+from engine.execute.runner import ModelRunner, RunnerConfig, load_runner
+from engine.execute.weights import ModelConfig, open_checkpoint
 from engine.schedule.events import SequenceFailed, TokensProduced
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import NewSequence
-
-from benchmarks.peer import transformers_llama
-from engine.execute.runner import ModelRunner, RunnerConfig, load_runner
-from engine.execute.weights import ModelConfig, open_checkpoint
 from policies.contract.wire import Sampling
 
 DECODE_CONTEXT = 256

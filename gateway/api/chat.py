@@ -19,6 +19,7 @@ from gateway.api.chat_request import ChatRequest, read_chat_request
 from gateway.api.completion_run import CompletionRun
 from gateway.api.exchange import Exchange
 from gateway.api.sse import DONE, HEARTBEAT, STREAM_HEADERS, ChatChunks, completion, error_event
+from gateway.api.stall import StallGuard
 from gateway.errors import GatewayError, fault
 from gateway.ledger.keys import Key
 from gateway.nodes.streams import Burst
@@ -95,7 +96,6 @@ async def _stream(
     services: Services, exchange: Exchange, request: ChatRequest, run: CompletionRun
 ) -> None:
     config = services.config.stream
-    stall_s = config.send_stall_s
     chunks = ChatChunks(
         completion_id=f"chatcmpl-{exchange.request_id}",
         created=run.created,
@@ -110,41 +110,40 @@ async def _stream(
         text, failure = _take(run, burst)
         if failure is not None:
             raise failure  # nothing was sent yet: it becomes a status
-    async with asyncio.timeout(stall_s):
-        await exchange.start(200, [*STREAM_HEADERS, *run.headers()])
-    role = chunks.role()  # sent once, in front of the first text
-    while True:
-        if text is None:
-            data = HEARTBEAT
-        else:
-            data = role + chunks.content(text) if text else role
-            role = b""
-        if run.reason is not None:
-            data += chunks.finish(run.reason)
-            if request.include_usage:
-                data += chunks.usage(run.usage())
-            run.close(client_left=False)
-            async with asyncio.timeout(stall_s):
-                await exchange.end(data + DONE)
-            return
-        if failure is not None:
-            run.close(client_left=False)
-            services.metrics.count("kagari_errors", code=failure.code)
-            exchange.notes["error"] = failure.code
-            async with asyncio.timeout(stall_s):
-                await exchange.end(data + error_event(failure.body(exchange.request_id)))
-            return
-        if data:
-            async with asyncio.timeout(stall_s):
-                await exchange.write(data)
-        text, failure = None, None
-        try:
-            burst = await run.next(config.heartbeat_s)
-        except GatewayError as error:  # the deadline
-            text, failure = "", error
-        else:
-            if burst is not None:
-                text, failure = _take(run, burst)
+    async with StallGuard(config.send_stall_s) as guard:
+        await guard.send(exchange.start(200, [*STREAM_HEADERS, *run.headers()]))
+        role = chunks.role()  # sent once, in front of the first text
+        while True:
+            if text is None:
+                data = HEARTBEAT
+            else:
+                data = role + chunks.content(text) if text else role
+                role = b""
+            if run.reason is not None:
+                data += chunks.finish(run.reason)
+                if request.include_usage:
+                    data += chunks.usage(run.usage())
+                run.close(client_left=False)
+                await guard.send(exchange.end(data + DONE))
+                return
+            if failure is not None:
+                run.close(client_left=False)
+                services.metrics.count("kagari_errors", code=failure.code)
+                exchange.notes["error"] = failure.code
+                await guard.send(
+                    exchange.end(data + error_event(failure.body(exchange.request_id)))
+                )
+                return
+            if data:
+                await guard.send(exchange.write(data))
+            text, failure = None, None
+            try:
+                burst = await run.next(config.heartbeat_s)
+            except GatewayError as error:  # the deadline
+                text, failure = "", error
+            else:
+                if burst is not None:
+                    text, failure = _take(run, burst)
 
 
 def _take(run: CompletionRun, burst: Burst) -> tuple[str, GatewayError | None]:
