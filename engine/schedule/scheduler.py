@@ -56,7 +56,7 @@ class Scheduler:
         self.config = config
         self.pool = PagePool(config.num_pages)
         self.cache = PrefixCache(self.pool)
-        self.rates = Rates(config.prefill_tokens_per_s)
+        self.rates = Rates(config.prefill_tokens_per_s, config.step_tokens)
         self.step = 0
         self.preemptions = 0
         self._pool_tokens = config.num_pages * config.page_size

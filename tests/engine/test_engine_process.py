@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from array import array
 from collections.abc import Iterator
@@ -18,8 +19,10 @@ import pytest
 
 from engine.framing import FrameReader, frame
 from engine.process import EXIT_ENGINE_ERROR, Connection, run
+from engine.schedule.plan import StepPlan, StepResult
 from policies.contract import wire
 from policies.contract.bundle import encode_bundle
+from tests.engine.arena_runner import ArenaRunner
 from tests.engine.engine_bench import BreakingRunner, EngineBench
 from tests.engine.small_bundle import decode, encode, small_bundle
 
@@ -278,6 +281,46 @@ def test_a_broken_runner_is_told_to_every_stream_and_ends_the_process(
     while not exits and time.monotonic() < deadline:
         time.sleep(0.01)
     assert exits == [0]
+    ours.close()
+
+
+class LongStepRunner(ArenaRunner):
+    """Its first step lasts until it is let go; then it breaks, which ends the loop."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 4)
+        self.let_go = threading.Event()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if not self.let_go.wait(20.0):
+            raise AssertionError("nobody let go")
+        raise ArithmeticError("enough")
+
+
+def test_a_step_longer_than_the_news_interval_is_not_silence() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(10.0)
+    runner = LongStepRunner()
+    bench = EngineBench(runner)
+    bench.engine._clock = time.monotonic
+    bench.submit(4, (1,))
+    connection = Connection(ours, exit_process=lambda code: None)
+    loop = threading.Thread(target=run, args=(bench.engine, connection, time.monotonic))
+    loop.start()
+    try:
+        reader, ages = FrameReader(), []
+        while len(ages) < 2:
+            for _, data in reader.feed(theirs.recv(1 << 16)):
+                news = wire.decode_from_engine(data)
+                assert isinstance(news, wire.EngineNews)
+                assert not news.events, "page events are the loop's to tell"
+                ages.append(news.report.step_age_s)
+        assert 1.0 < ages[0] < ages[1]
+    finally:
+        runner.let_go.set()
+        loop.join(5.0)
+    assert not loop.is_alive()
+    theirs.close()
     ours.close()
 
 
