@@ -1,5 +1,6 @@
 """Greedy tokens equal transformers' until the two best logits are too close to call."""
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,11 @@ def test_llama_family_real_model_equals_transformers_64_by_64(
 ) -> None:
     steps = Steps(real_runner)
     gap = GAPS[real_runner.compute_precision]
+    if real_runner.compute_precision == "bf16":
+        # The weights that are served are the rounded ones; rounding them moves gaps by itself.
+        real_peer = copy.deepcopy(real_peer)
+        for parameter in real_peer.parameters():
+            parameter.data = parameter.data.bfloat16().float()
     topics = ("rivers", "prime numbers", "bread", "the moon", "chess", "winter", "Rome", "whales")
     asks = (
         "Explain",
