@@ -142,7 +142,8 @@ def _pulse(
 
 
 def _run(engine: Engine, connection: Connection, clock: Callable[[], float], told: Told) -> int:
-    news_at = clock()
+    connection.send([engine.news()])  # before the first step, which may be a long one
+    news_at = clock() + NEWS_EVERY_S
     while True:
         if engine.advanced and engine.has_work:
             wait_s = 0.0

@@ -27,12 +27,6 @@ def python_module(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
-def child_environment() -> dict[str, str]:
-    """Ours, with OpenMP threads that sleep while they wait: spinning ones, on cores that gateway,
-    agents and engines share, made a forward pass a hundred times slower."""
-    return {"OMP_WAIT_POLICY": "passive", **os.environ}
-
-
 def die_with_parent() -> Callable[[], None]:
     """For preexec_fn. What the forked child needs is looked up before the fork."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -111,7 +105,6 @@ def start_child(name: str, argv: list[str], *, log: Path) -> Child:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
-            env=child_environment(),
             process_group=0,
             preexec_fn=die_with_parent(),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import struct
 import subprocess
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gateway.cli.children import child_environment, die_with_parent, python_module
+from gateway.cli.children import die_with_parent, python_module
 from gateway.cli.loading import LoadingLine
 from gateway.cli.models import not_pulled, read_answer
 from gateway.cli.problem import FAILED, Problem
@@ -209,7 +210,7 @@ def running_engine(
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             pass_fds=(theirs.fileno(),),
-            env=child_environment(),
+            env={"GOMP_SPINCOUNT": "3000", **os.environ},  # as node_agent/supervisor.py
             process_group=0,
             preexec_fn=die_with_parent(),
         )
