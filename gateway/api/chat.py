@@ -34,7 +34,8 @@ async def chat(services: Services, exchange: Exchange) -> None:
     ticket = _enter(services, exchange, key)
     try:
         request = read_chat_request(exchange.body, services.config.limits)
-        exchange.notes.update(model=request.model, stream=request.stream)
+        exchange.body = b""  # decoded: a long stream need not hold it
+        exchange.notes.update(stream=request.stream)
         run = await begin(services, exchange, key, ticket, request)
         try:
             if request.stream:
@@ -128,7 +129,8 @@ async def _stream(
                 await exchange.end(data + DONE)
             return
         if failure is not None:
-            run.close(client_left=False)
+            # Who reads too slowly left of their own will: what was produced is billed.
+            run.close(client_left=failure.code == "slow_reader")
             services.metrics.count("kagari_errors", code=failure.code)
             exchange.notes["error"] = failure.code
             async with asyncio.timeout(stall_s):
