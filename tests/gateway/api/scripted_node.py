@@ -143,8 +143,9 @@ class ScriptedNode:
         async with asyncio.TaskGroup() as group:
             reports = group.create_task(self._report(socket, epoch, len(infos)))
             try:
-                async for frame in socket:
-                    await self._receive(socket, wire.decode_from_gateway(frame))
+                with suppress(ConnectionClosed):  # cut while we answered
+                    async for frame in socket:
+                        await self._receive(socket, wire.decode_from_gateway(frame))
             finally:
                 reports.cancel()
         raise ConnectionClosed(None, None)
