@@ -6,6 +6,7 @@ whatever looks like a secret is replaced before it is written.
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from collections.abc import MutableMapping
@@ -111,10 +112,35 @@ def _render(_logger: object, _method: str, event: MutableMapping[str, object]) -
     return msgspec.json.encode(event, enc_hook=repr).decode()
 
 
+class Sink(io.TextIOBase):
+    """Loses lines rather than fail whoever logs, and says later how many.
+
+    Standard error is often a file on the very disk that is full, and then the ledger's writer is
+    the one who logs.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.lost_lines = 0
+
+    def write(self, text: str) -> int:
+        try:
+            if self.lost_lines:
+                lost = {"event": "log_lines_lost", "lines": self.lost_lines, "level": "warning"}
+                self._stream.write(msgspec.json.encode(lost).decode() + "\n")
+                self._stream.flush()
+                self.lost_lines = 0
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError:
+            self.lost_lines += 1
+        return len(text)
+
+
 def log_to_stderr() -> None:
     """Send every structlog line of this process to standard error as JSON, redacted."""
     structlog.configure(
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(Sink(sys.stderr)),
         processors=PROCESSORS,
         wrapper_class=structlog.make_filtering_bound_logger(20),
         cache_logger_on_first_use=True,
@@ -124,7 +150,7 @@ def log_to_stderr() -> None:
 def make_log(stream: TextIO) -> FilteringBoundLogger:
     """A logger of such lines on any stream."""
     log: FilteringBoundLogger = structlog.wrap_logger(
-        structlog.WriteLogger(stream),
+        structlog.WriteLogger(Sink(stream)),
         processors=PROCESSORS,
         wrapper_class=structlog.make_filtering_bound_logger(20),
     )
