@@ -6,7 +6,6 @@ whatever looks like a secret is replaced before it is written.
 
 from __future__ import annotations
 
-import io
 import re
 import sys
 from collections.abc import MutableMapping
@@ -112,8 +111,8 @@ def _render(_logger: object, _method: str, event: MutableMapping[str, object]) -
     return msgspec.json.encode(event, enc_hook=repr).decode()
 
 
-class Sink(io.TextIOBase):
-    """Loses lines rather than fail whoever logs, and says later how many.
+class LineLogger:
+    """What structlog writes to: loses lines rather than fail whoever logs, and says how many.
 
     Standard error is often a file on the very disk that is full, and then the ledger's writer is
     the one who logs.
@@ -123,24 +122,28 @@ class Sink(io.TextIOBase):
         self._stream = stream
         self.lost_lines = 0
 
-    def write(self, text: str) -> int:
+    def msg(self, line: str) -> None:
         try:
             if self.lost_lines:
                 lost = {"event": "log_lines_lost", "lines": self.lost_lines, "level": "warning"}
-                self._stream.write(msgspec.json.encode(lost).decode() + "\n")
-                self._stream.flush()
+                self._write(msgspec.json.encode(lost).decode())
                 self.lost_lines = 0
-            self._stream.write(text)
-            self._stream.flush()
+            self._write(line)
         except OSError:
             self.lost_lines += 1
-        return len(text)
+
+    def _write(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+    debug = info = warning = error = exception = critical = msg
 
 
 def log_to_stderr() -> None:
     """Send every structlog line of this process to standard error as JSON, redacted."""
+    logger = LineLogger(sys.stderr)
     structlog.configure(
-        logger_factory=structlog.WriteLoggerFactory(Sink(sys.stderr)),
+        logger_factory=lambda *_: logger,
         processors=PROCESSORS,
         wrapper_class=structlog.make_filtering_bound_logger(20),
         cache_logger_on_first_use=True,
@@ -150,7 +153,7 @@ def log_to_stderr() -> None:
 def make_log(stream: TextIO) -> FilteringBoundLogger:
     """A logger of such lines on any stream."""
     log: FilteringBoundLogger = structlog.wrap_logger(
-        structlog.WriteLogger(Sink(stream)),
+        LineLogger(stream),
         processors=PROCESSORS,
         wrapper_class=structlog.make_filtering_bound_logger(20),
     )
