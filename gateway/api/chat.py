@@ -9,7 +9,6 @@ until something is known or the first heartbeat is due, so most failures still b
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import assert_never
 
@@ -47,6 +46,7 @@ async def chat(services: Services, exchange: Exchange) -> None:
             raise ClientLeft from None
         finally:
             run.close(client_left=exchange.client_left)
+            run.patience.close()
     finally:
         services.admission.leave(ticket)
 
@@ -88,8 +88,7 @@ async def _whole(
     )
     run.close(client_left=False)
     headers = [*run.headers(), ("x-kagari-cost-nano-usd", str(run.cost_nano_usd()))]
-    async with asyncio.timeout(stall_s):
-        await exchange.reply(200, data, headers=headers)
+    await run.patience.wait(exchange.reply(200, data, headers=headers), stall_s)
 
 
 async def _stream(
@@ -111,8 +110,8 @@ async def _stream(
         text, failure = _take(run, burst)
         if failure is not None:
             raise failure  # nothing was sent yet: it becomes a status
-    async with asyncio.timeout(stall_s):
-        await exchange.start(200, [*STREAM_HEADERS, *run.headers()])
+    patience = run.patience
+    await patience.wait(exchange.start(200, [*STREAM_HEADERS, *run.headers()]), stall_s)
     role = chunks.role()  # sent once, in front of the first text
     while True:
         if text is None:
@@ -125,20 +124,18 @@ async def _stream(
             if request.include_usage:
                 data += chunks.usage(run.usage())
             run.close(client_left=False)
-            async with asyncio.timeout(stall_s):
-                await exchange.end(data + DONE)
+            await patience.wait(exchange.end(data + DONE), stall_s)
             return
         if failure is not None:
             # Who reads too slowly left of their own will: what was produced is billed.
             run.close(client_left=failure.code == "slow_reader")
             services.metrics.count("kagari_errors", code=failure.code)
             exchange.notes["error"] = failure.code
-            async with asyncio.timeout(stall_s):
-                await exchange.end(data + error_event(failure.body(exchange.request_id)))
+            event = error_event(failure.body(exchange.request_id))
+            await patience.wait(exchange.end(data + event), stall_s)
             return
         if data:
-            async with asyncio.timeout(stall_s):
-                await exchange.write(data)
+            await patience.wait(exchange.write(data), stall_s)
         text, failure = None, None
         try:
             burst = await run.next(config.heartbeat_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from hashlib import blake2b
 from typing import Final
 
 from gateway.api.exchange import Exchange
+from gateway.api.patience import Patience
 from gateway.errors import GatewayError
 from gateway.ledger.keys import Key
 from gateway.ledger.rows import Attempt, Ending, OpenRow, Quality, Settlement
@@ -32,6 +32,7 @@ class CompletionRun:
     model: str
     prompt_tokens: int
     rates: Rates
+    patience: Patience
     created: int = field(default_factory=lambda: int(time.time()))
     reason: str | None = None  # stop or length, once the answer is complete
     completion_tokens: int = 0
@@ -65,10 +66,10 @@ class CompletionRun:
         deadline_s = self.services.config.limits.request_deadline_s + DEADLINE_GRACE_S
         left_s = self.exchange.started + deadline_s - time.monotonic()
         try:
-            async with asyncio.timeout(left_s if timeout_s is None else min(timeout_s, left_s)):
-                burst = await self.stream.next()
+            burst = await self.patience.wait(
+                self.stream.next(), left_s if timeout_s is None else min(timeout_s, left_s)
+            )
         except TimeoutError:
-            # Not by the clock: a loop's timer may ring a millisecond early.
             if timeout_s is not None and timeout_s < left_s:
                 return None
             raise GatewayError(

@@ -156,10 +156,10 @@ def test_slow_reader_is_told_and_pays_for_what_was_produced(tmp_path, start) -> 
         ),
         stream=StreamConfig(send_stall_s=20.0),
     )
-    script = {"say": "s" * 1000, "times": 60, "step": 100, "delay_s": 0.0005}
+    script = {"say": "s" * 1000, "times": 60, "first_s": 0.3, "step": 5, "delay_s": 0}
     with start(tmp_path, config) as running:
         with running.connect() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
             sock.sendall(running.raw(body_of(script, stream=True)))
             deadline = time.monotonic() + 15
             while not (running.node.served and running.node.served[0].aborted):
