@@ -86,8 +86,8 @@ async def _whole(
         reason=run.reason,
         usage=run.usage(),
     )
-    run.close(client_left=False)
     headers = [*run.headers(), ("x-kagari-cost-nano-usd", str(run.cost_nano_usd()))]
+    run.close(client_left=False)  # from here on it is billed, so nothing of ours may fail after it
     await run.patience.wait(exchange.reply(200, data, headers=headers), stall_s)
 
 

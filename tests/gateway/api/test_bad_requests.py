@@ -210,6 +210,37 @@ def test_unknown_route_names_near_ones_and_wrong_method_says_which(gateway) -> N
     assert error_of(wrong)["code"] == "method_not_allowed"
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"a\r\n\tb",  # the old way to fold a header
+        b"a\rx-evil: 1",
+        b"a\nx-evil: 1",
+        b"a%0d%0ax-evil: 1",
+        "é\u0160".encode(),
+        b"\xe9\xff",
+        b"a\x00b",
+        b"\x1b[31m",
+        b"a" * 257,
+        b'{"$ne": null}',
+        b"../../etc/passwd",
+    ],
+)
+def test_session_header_splits_no_answer_and_is_never_sent_back(gateway, value) -> None:
+    body = json.dumps(GOOD).encode()
+    head, _, _ = gateway.raw(body, extra="Connection: close\r\n").partition(b"\r\n\r\n")
+    with gateway.connect() as sock:
+        sock.sendall(head + b"\r\nX-Session-Affinity: " + value + b"\r\n\r\n" + body)
+        reply = read_all(sock)
+    assert reply.count(b"HTTP/1.1 ") == 1
+    names = {line.split(b":")[0].lower() for line in reply.split(b"\r\n\r\n")[0].split(b"\r\n")}
+    assert b"x-evil" not in names
+    assert reply.split(b" ")[1] in (b"200", b"400")
+    if len(value) > 3:
+        assert value not in reply
+        assert value.decode("latin-1") not in gateway.log.getvalue()
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "gzip, identity"])
 def test_compressed_body_is_refused_clearly(gateway, encoding) -> None:
     reply = post(gateway, b"\x1f\x8b", **{"content-encoding": encoding})
