@@ -499,10 +499,11 @@ def first_token(bench: Bench, streams: int, must: float, good: float) -> None:
                 load.until_reads(load.send(request), 1)
             probes: list[Answer] = []
             for number in range(40 if bench.quick else 200):
-                probe = load.send(post(body(400, 3, stream=True, turn=number), KEY))
+                connection = probes[-1].socket if probes else None  # kept alive, as harnesses do
+                probe = load.send(post(body(400, 3, stream=True, turn=number), KEY), connection)
                 load.until_done(probe)
-                load.close(probe)
                 probes.append(probe)
+                load.for_s(0.003 * (number % 7))  # at any moment of a step
             load.end()
             time.sleep(0.3)
         log = read_log(path)

@@ -73,7 +73,7 @@ class Load:
         self, until: Callable[[], bool], on_done: Callable[[Answer], None] = lambda _: None
     ) -> None:
         while not until():
-            for descriptor, _ in self._epoll.poll(0.02):
+            for descriptor, _ in self._epoll.poll(0.001):
                 self._read(self._answers[descriptor], on_done)
 
     def until_reads(self, answer: Answer, count: int) -> None:

@@ -29,7 +29,7 @@ def transformers_llama(
                 "low_freq_factor": scaling.low_freq_factor,
                 "high_freq_factor": scaling.high_freq_factor,
             }
-    config = LlamaConfig(
+    config = LlamaConfig(  # type: ignore[call-arg]
         vocab_size=facts.vocab_size,
         hidden_size=facts.hidden_size,
         intermediate_size=facts.ffn_size,
@@ -45,7 +45,7 @@ def transformers_llama(
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    model = model.to_empty(device="cpu").to(dtype)
+    model = model.to_empty(device="cpu").to(dtype)  # type: ignore[arg-type]
     state = {
         name: checkpoint.read(name).to(dtype)
         for name in checkpoint.tensors

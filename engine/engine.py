@@ -67,6 +67,7 @@ class Engine:
         self._vocab_size = vocab_size
         self._clock = clock
         self._advanced_at = clock()
+        self._report: wire.EngineReport | None = None  # the last one told
         self._draining = False
         self._sequence_ids = itertools.count(1)
         self._streams: dict[int, _Stream] = {}  # by sequence id
@@ -189,7 +190,16 @@ class Engine:
             preemptions=load.preemptions,
             rss_bytes=rss_bytes(),
         )
+        self._report = report
         return AGENT_CHANNEL, wire.encode(wire.EngineNews(report, first_event, events))
+
+    def pulse(self) -> list[Frame]:
+        """The last report with the age of the step that runs; safe from another thread."""
+        if self._report is None:
+            return []
+        age_s = self._clock() - self._advanced_at
+        report = msgspec.structs.replace(self._report, step_age_s=age_s)
+        return [(AGENT_CHANNEL, wire.encode(wire.EngineNews(report, 0, [])))]
 
     # --- events out -----------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -30,7 +31,7 @@ EXIT_BAD_FRAMES = 3
 
 _INBOX_MESSAGES = 4096
 _STALLED_WAIT_S = 0.005  # there is work, but nothing of it can run now
-_SEND_TIMEOUT_S = 10  # an agent that reads nothing for so long is as good as gone
+_SEND_TIMEOUT_S = 10.0  # an agent that reads nothing for so long is as good as gone
 _SEND_BUFFER_BYTES = 4 << 20
 _RECEIVE_BYTES = 1 << 18
 
@@ -42,23 +43,30 @@ class Connection:
     a full socket buffer stops the engine until the agent reads on."""
 
     def __init__(
-        self, sock: socket.socket, *, exit_process: Callable[[int], object] = os._exit
+        self,
+        sock: socket.socket,
+        *,
+        send_timeout_s: float = _SEND_TIMEOUT_S,
+        exit_process: Callable[[int], object] = os._exit,
     ) -> None:
         self._socket = sock
         self._exit = exit_process
         self._inbox: queue.Queue[Message] = queue.Queue(_INBOX_MESSAGES)
+        self._sending = threading.Lock()
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-        timeout = struct.pack("ll", _SEND_TIMEOUT_S, 0)
+        # Not settimeout(): that would cut the reader's waiting short as well.
+        timeout = struct.pack("ll", int(send_timeout_s), int(send_timeout_s % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         self._reader = threading.Thread(target=self._read, name="agent-reader", daemon=True)
         self._reader.start()
 
     def send(self, frames: Iterable[Frame]) -> None:
-        """Raises OSError when the agent is gone, or did not read for _SEND_TIMEOUT_S."""
+        """Raises OSError when the agent is gone, or has not read for send_timeout_s."""
         data = b"".join([frame(channel, message) for channel, message in frames])
         if data:
-            self._socket.sendall(data)
+            with self._sending:
+                self._socket.sendall(data)
 
     def receive(self, timeout_s: float) -> list[Message]:
         """All messages that have come; waits up to timeout_s for the first."""
@@ -94,14 +102,46 @@ class Connection:
 
 def run(engine: Engine, connection: Connection, clock: Callable[[], float] = time.monotonic) -> int:
     """Serve until the agent is gone or the runner breaks; returns the process's exit code."""
+    told = Told(clock())
+    over = threading.Event()
+    pulse = threading.Thread(
+        target=_pulse, args=(engine, connection, clock, told, over), name="pulse", daemon=True
+    )
+    pulse.start()
     try:
-        return _run(engine, connection, clock)
+        return _run(engine, connection, clock, told)
     except OSError as error:
         _log("agent_lost", error=str(error))
         return EXIT_AGENT_GONE
+    finally:
+        over.set()
+        pulse.join(_SEND_TIMEOUT_S)
 
 
-def _run(engine: Engine, connection: Connection, clock: Callable[[], float]) -> int:
+@dataclass(slots=True)
+class Told:
+    """When the agent last heard of the engine's load."""
+
+    at: float
+
+
+def _pulse(
+    engine: Engine,
+    connection: Connection,
+    clock: Callable[[], float],
+    told: Told,
+    over: threading.Event,
+) -> None:
+    """A step longer than the news interval is not silence: say how long it has run."""
+    while not over.wait(NEWS_EVERY_S):
+        if clock() - told.at > 1.5 * NEWS_EVERY_S:
+            try:
+                connection.send(engine.pulse())
+            except OSError:
+                return  # the loop meets the same end and says so
+
+
+def _run(engine: Engine, connection: Connection, clock: Callable[[], float], told: Told) -> int:
     news_at = clock()
     while True:
         if engine.advanced and engine.has_work:
@@ -130,7 +170,8 @@ def _run(engine: Engine, connection: Connection, clock: Callable[[], float]) -> 
         fresh = not engine.has_work and engine.scheduler.cache.has_events
         if fresh or clock() >= news_at:
             frames.append(engine.news())
-            news_at = clock() + NEWS_EVERY_S
+            told.at = clock()
+            news_at = told.at + NEWS_EVERY_S
         connection.send(frames)
 
 

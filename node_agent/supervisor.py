@@ -45,6 +45,7 @@ class EngineTiming:
     up_s: float = 600.0  # from the start to EngineUp
     silent_s: float = 5.0  # without EngineNews: reported as down
     kill_s: float = 20.0  # without EngineNews: killed and started again
+    stuck_s: float = 120.0  # in one step, pulse or not: killed and started again
     stop_s: float = 2.0  # from SIGTERM to SIGKILL
     backoff_s: float = 0.5  # before the first restart; doubled before each later one
     backoff_cap_s: float = 30.0
@@ -106,6 +107,7 @@ class EngineSupervisor:
         self._max_failed_starts = max_failed_starts
         self._socket: EngineSocket | None = None
         self._heard_at = 0.0
+        self._step_age_s = 0.0  # when last heard of
         self._was_up = False  # in any life
         self._last_words: deque[str] = deque(maxlen=LAST_WORDS)
         self._log = structlog.get_logger().bind(engine=index)
@@ -223,6 +225,8 @@ class EngineSupervisor:
                 silence_s = self.silence_s
                 if silence_s > timing.kill_s:
                     return f"silent for {silence_s:.0f} s"
+                if self._step_age_s > timing.stuck_s:
+                    return f"in one step for {self._step_age_s:.0f} s"
                 if (silence_s > timing.silent_s) != self.is_silent:
                     self.is_silent = not self.is_silent
                     self._log.warning("engine_silent", is_silent=self.is_silent)
@@ -265,10 +269,12 @@ class EngineSupervisor:
                 self._listener.on_usage(self.index, decoded)
             case EngineNews():
                 self._heard_at = self._clock()
+                self._step_age_s = decoded.report.step_age_s
                 self._listener.on_news(self.index, decoded)
             case EngineUp():
                 self._heard_at = self._clock()
                 self._was_up = True
+                self._step_age_s = 0.0
                 self.info = decoded.info
                 self._listener.on_up(self.index, decoded)
 

@@ -1,4 +1,4 @@
-"""Shared by all tests: the async backend, interpreted Triton, and where the shared recordings lie."""
+"""Shared by all tests: the async backend, interpreted Triton, where the recordings lie."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The house keeps its own rules: imports point one way, the README and the docs tell the truth."""
+"""The house keeps its own rules: files say what they are for, README and docs tell the truth."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import pytest
 from typer.main import get_command
 
 from gateway.cli.main import app
@@ -18,27 +17,6 @@ from gateway.config import load
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("policies", "engine", "node_agent", "gateway")
-
-# What each package may import of ours, beside itself.
-ARROWS = {
-    "policies": set[str](),
-    "engine": {"policies"},
-    "node_agent": {"engine", "policies"},
-    "gateway": {"policies"},
-}
-# What must not be imported there, by whom it would hurt.
-FORBIDDEN = {
-    "policies": {
-        *("asyncio", "threading", "multiprocessing", "socket", "subprocess", "time", "random"),
-        *("secrets", "os", "torch", "sqlite3"),
-    },
-    "gateway": {"torch", "triton", "transformers", "numpy", "gguf", "safetensors"},
-    "node_agent": {"transformers"},
-    "engine": {"transformers", "starlette", "httpx"},
-    "engine/schedule": {"torch", "triton", "numpy"},
-}
-# One module each, so that either can be exchanged.
-SINGLE_USE = ("httpx", "hypercorn")
 
 
 def tracked() -> list[Path]:
@@ -60,44 +38,6 @@ def sources(folder: str) -> Iterator[Path]:
     for path in tracked():
         if path.suffix == ".py" and path.as_posix().startswith(f"{folder}/"):
             yield path
-
-
-def imports(path: Path) -> set[str]:
-    """Top-level names of all modules that a file imports, wherever in it."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: a relative import; write it absolute"
-            names.add((node.module or "").split(".")[0])
-    return names
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_imports_point_one_way(package: str) -> None:
-    others = set(PACKAGES) - {package} - ARROWS[package]
-    wrong = {str(path): found for path in sources(package) if (found := imports(path) & others)}
-    assert wrong == {}
-
-
-@pytest.mark.parametrize("folder", FORBIDDEN)
-def test_no_package_imports_what_would_hurt_it(folder: str) -> None:
-    wrong = {
-        str(path): found for path in sources(folder) if (found := imports(path) & FORBIDDEN[folder])
-    }
-    assert wrong == {}
-
-
-@pytest.mark.parametrize("library", SINGLE_USE)
-def test_an_exchangeable_library_is_imported_in_one_module(library: str) -> None:
-    users = [path for package in PACKAGES for path in sources(package) if library in imports(path)]
-    assert len(users) <= 1, users
-
-
-def test_engine_imports_nothing_by_itself() -> None:
-    tree = ast.parse((ROOT / "engine/__init__.py").read_text())
-    assert not any(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(tree))
 
 
 def test_every_source_file_says_what_it_is_for() -> None:
@@ -175,7 +115,9 @@ def test_commands_in_the_readme_exist() -> None:
 
 def test_make_targets_in_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"`?make ([a-z]+)", readme())) - {"python"}:
+    targets = set(re.findall(r"(?:^|`)make ([a-z]+)", readme(), re.MULTILINE))
+    assert targets >= {"serve", "test", "demo"}
+    for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 

@@ -21,17 +21,18 @@ class Arena:
     def __init__(self, layout: PageLayout, num_pages: int, *, device: torch.device) -> None:
         self.layout = layout
         self.num_pages = self.null_page = num_pages
-        self.pages = torch.zeros(
+        shape = (
             num_pages + 1,
             layout.num_layers,
             2,
             layout.num_kv_heads,
             layout.page_size,
             layout.head_dim,
-            dtype=DTYPES[layout.precision],
-            device=device,
         )
-        self.tags = torch.zeros(num_pages, dtype=torch.int64, device=device)
+        # Tiers and transfers write here too, outside of any inference mode.
+        with torch.inference_mode(False):
+            self.pages = torch.zeros(shape, dtype=DTYPES[layout.precision], device=device)
+            self.tags = torch.zeros(num_pages, dtype=torch.int64, device=device)
 
     def assign(self, assigned: Sequence[tuple[int, int]]) -> None:
         """(page_id, generation) pairs: from now on these pages belong to these generations."""

@@ -40,8 +40,8 @@ class StepPlan:
 class StepResult:
     """tokens[i] belongs to rows[i]: the sampled token, or None where the row does not sample.
 
-    None for a row that samples means "not yet": the row counts as not computed and is planned
-    again. corrupt lists rows whose page tags did not match: they end with an error and publish
+    None for a row that samples means "not yet": its last position counts as not computed and is
+    planned again; the positions before it are computed. corrupt lists rows whose page tags did not match: they end with an error and publish
     nothing.
     """
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 _WEIGHT = 0.2  # of the newest step
+_TELLING_SHARE = 4  # a prefill under a fourth of the budget measures a step's fixed cost
 
 
 class Rates:
     """Tokens per second of prefill and of decode, from (tokens, seconds) of each step."""
 
-    def __init__(self, prefill_tokens_per_s: float) -> None:
+    def __init__(self, prefill_tokens_per_s: float, step_tokens: int) -> None:
+        self._telling_tokens = step_tokens // _TELLING_SHARE
         self.prefill_tokens_per_s = prefill_tokens_per_s
         self.decode_tokens_per_s = 0.0
-        self._measured = False
 
     def record(self, *, prefill_tokens: int, decode_tokens: int, step_s: float) -> None:
         """A mixed step counts for what most of its tokens were."""
@@ -19,10 +20,8 @@ class Rates:
             return
         rate = (prefill_tokens + decode_tokens) / step_s
         if prefill_tokens > decode_tokens:
-            # The first measurement replaces the guess that the scheduler was built with.
-            weight = _WEIGHT if self._measured else 1.0
-            self._measured = True
-            self.prefill_tokens_per_s += weight * (rate - self.prefill_tokens_per_s)
+            if prefill_tokens >= self._telling_tokens:
+                self.prefill_tokens_per_s += _WEIGHT * (rate - self.prefill_tokens_per_s)
         elif decode_tokens:
             weight = _WEIGHT if self.decode_tokens_per_s else 1.0
             self.decode_tokens_per_s += weight * (rate - self.decode_tokens_per_s)

@@ -56,7 +56,7 @@ class Scheduler:
         self.config = config
         self.pool = PagePool(config.num_pages)
         self.cache = PrefixCache(self.pool)
-        self.rates = Rates(config.prefill_tokens_per_s)
+        self.rates = Rates(config.prefill_tokens_per_s, config.step_tokens)
         self.step = 0
         self.preemptions = 0
         self._pool_tokens = config.num_pages * config.page_size
@@ -253,11 +253,9 @@ class Scheduler:
         for _, sequence in queue:
             if draft.budget <= 0:
                 return
-            if sequence.state is State.WAITING and not (
-                admitting and len(self._running) < self.config.max_running
-            ):
-                continue
             if sequence.state is State.WAITING:
+                if not admitting or len(self._running) >= self.config.max_running:
+                    continue
                 if self._is_being_computed(draft, sequence):
                     continue  # one step later its prefix is a hit
                 if not self._admit(sequence, now):

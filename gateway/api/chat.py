@@ -9,6 +9,7 @@ until something is known or the first heartbeat is due, so most failures still b
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import assert_never
 
@@ -18,6 +19,7 @@ from gateway.api.chat_request import ChatRequest, read_chat_request
 from gateway.api.completion_run import CompletionRun
 from gateway.api.exchange import Exchange
 from gateway.api.sse import DONE, HEARTBEAT, STREAM_HEADERS, ChatChunks, completion, error_event
+from gateway.api.stall import StallGuard
 from gateway.errors import GatewayError, fault
 from gateway.ledger.keys import Key
 from gateway.nodes.streams import Burst
@@ -44,9 +46,11 @@ async def chat(services: Services, exchange: Exchange) -> None:
         except TimeoutError:  # a send that stalled: who takes nothing for so long is gone
             exchange.client_left = True
             raise ClientLeft from None
+        except Exception:
+            run.reason = None  # a fault of ours before it was settled: nothing is billed
+            raise
         finally:
             run.close(client_left=exchange.client_left)
-            run.patience.close()
     finally:
         services.admission.leave(ticket)
 
@@ -88,14 +92,14 @@ async def _whole(
     )
     headers = [*run.headers(), ("x-kagari-cost-nano-usd", str(run.cost_nano_usd()))]
     run.close(client_left=False)  # from here on it is billed, so nothing of ours may fail after it
-    await run.patience.wait(exchange.reply(200, data, headers=headers), stall_s)
+    async with asyncio.timeout(stall_s):
+        await exchange.reply(200, data, headers=headers)
 
 
 async def _stream(
     services: Services, exchange: Exchange, request: ChatRequest, run: CompletionRun
 ) -> None:
     config = services.config.stream
-    stall_s = config.send_stall_s
     chunks = ChatChunks(
         completion_id=f"chatcmpl-{exchange.request_id}",
         created=run.created,
@@ -110,40 +114,41 @@ async def _stream(
         text, failure = _take(run, burst)
         if failure is not None:
             raise failure  # nothing was sent yet: it becomes a status
-    patience = run.patience
-    await patience.wait(exchange.start(200, [*STREAM_HEADERS, *run.headers()]), stall_s)
-    role = chunks.role()  # sent once, in front of the first text
-    while True:
-        if text is None:
-            data = HEARTBEAT
-        else:
-            data = role + chunks.content(text) if text else role
-            role = b""
-        if run.reason is not None:
-            data += chunks.finish(run.reason)
-            if request.include_usage:
-                data += chunks.usage(run.usage())
-            run.close(client_left=False)
-            await patience.wait(exchange.end(data + DONE), stall_s)
-            return
-        if failure is not None:
-            # Who reads too slowly left of their own will: what was produced is billed.
-            run.close(client_left=failure.code == "slow_reader")
-            services.metrics.count("kagari_errors", code=failure.code)
-            exchange.notes["error"] = failure.code
-            event = error_event(failure.body(exchange.request_id))
-            await patience.wait(exchange.end(data + event), stall_s)
-            return
-        if data:
-            await patience.wait(exchange.write(data), stall_s)
-        text, failure = None, None
-        try:
-            burst = await run.next(config.heartbeat_s)
-        except GatewayError as error:  # the deadline
-            text, failure = "", error
-        else:
-            if burst is not None:
-                text, failure = _take(run, burst)
+    async with StallGuard(config.send_stall_s) as guard:
+        await guard.send(exchange.start(200, [*STREAM_HEADERS, *run.headers()]))
+        role = chunks.role()  # sent once, in front of the first text
+        while True:
+            if text is None:
+                data = HEARTBEAT
+            else:
+                data = role + chunks.content(text) if text else role
+                role = b""
+            if run.reason is not None:
+                data += chunks.finish(run.reason)
+                if request.include_usage:
+                    data += chunks.usage(run.usage())
+                run.close(client_left=False)
+                await guard.send(exchange.end(data + DONE))
+                return
+            if failure is not None:
+                # Who reads too slowly left of their own will: what was produced is billed.
+                run.close(client_left=failure.code == "slow_reader")
+                services.metrics.count("kagari_errors", code=failure.code)
+                exchange.notes["error"] = failure.code
+                await guard.send(
+                    exchange.end(data + error_event(failure.body(exchange.request_id)))
+                )
+                return
+            if data:
+                await guard.send(exchange.write(data))
+            text, failure = None, None
+            try:
+                burst = await run.next(config.heartbeat_s)
+            except GatewayError as error:  # the deadline
+                text, failure = "", error
+            else:
+                if burst is not None:
+                    text, failure = _take(run, burst)
 
 
 def _take(run: CompletionRun, burst: Burst) -> tuple[str, GatewayError | None]:

@@ -10,7 +10,6 @@ from gateway.api.chat_request import ChatRequest
 from gateway.api.completion_run import CompletionRun
 from gateway.api.exchange import Exchange
 from gateway.api.models import find_model, window_of
-from gateway.api.patience import Patience
 from gateway.errors import KINDS, GatewayError
 from gateway.ledger.keys import Key
 from gateway.ledger.rows import LedgerFull
@@ -89,7 +88,6 @@ async def begin(
         model=canonical,
         prompt_tokens=len(prompt),
         rates=services.prices.rates(canonical),
-        patience=Patience(),
     )
     try:
         await run.open_row(key, session=session, deepest_key=page_keys[-1] if page_keys else None)

@@ -23,6 +23,10 @@ class HttpError(Exception):
         self.body = body
 
 
+class StreamFailed(Exception):
+    """The stream ended in an error event."""
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """Where to call and with what secret; url has a scheme, a host and a port."""
@@ -88,7 +92,7 @@ def sse_data(response: http.client.HTTPResponse) -> Iterator[Any]:
 def stream_chat(
     server: Server, body: dict[str, Any], headers: Mapping[str, str], timeout_s: float = 120
 ) -> ChatReply:
-    """Raises HttpError before the first byte, RuntimeError on an error event after it."""
+    """Raises HttpError before the first byte, StreamFailed on an error event after it."""
     connection = server.connect(timeout_s)
     started = time.monotonic()
     first: float | None = None
@@ -104,7 +108,7 @@ def stream_chat(
             raise HttpError(response.status, response.read().decode())
         for event in sse_data(response):
             if "error" in event:
-                raise RuntimeError(f"the stream ended in an error: {event['error']}")
+                raise StreamFailed(f"the stream ended in an error: {event['error']}")
             for choice in event.get("choices", ()):
                 piece = choice["delta"].get("content")
                 if piece:

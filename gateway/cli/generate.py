@@ -23,6 +23,7 @@ import typer
 
 from gateway.cli.children import child_environment, die_with_parent, python_module
 from gateway.cli.loading import LoadingLine
+from gateway.cli.models import not_pulled, read_answer
 from gateway.cli.problem import FAILED, Problem
 from policies.contract import wire
 from policies.contract.bundle import decode_bundle
@@ -95,19 +96,9 @@ def describe_model(name: str) -> tuple[dict[str, Any], Path]:
         stdout=subprocess.PIPE,
         check=False,
     )
-    try:
-        told: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        told = {}
+    told = read_answer(done.stdout)
     if done.returncode != 0 or "model_spec" not in told:
-        error = told.get("error", {})
-        raise Problem(
-            error.get("field", "MODEL"),
-            found=error.get("found", f"{name}; exit {done.returncode} of the node agent"),
-            allowed=error.get("allowed", "a name in kagari models list, or a model folder"),
-            remedy=error.get("remedy", "run kagari models list, then kagari doctor"),
-            exit_code=FAILED,
-        )
+        raise not_pulled(name, told.get("error") or {}, done.returncode)
     return told["model_spec"], Path(told["bundle_path"])
 
 

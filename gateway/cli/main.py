@@ -78,6 +78,9 @@ def serve(
     kv_device_tokens: Annotated[
         int | None, typer.Option(help="Tokens the KV pool of each engine holds.")
     ] = None,
+    step_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens an engine computes in one step.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of each engine.")] = None,
     script: Annotated[
         Path | None, typer.Option(help="Answer from this script file instead of a model.")
@@ -99,6 +102,7 @@ def serve(
         "--compute": compute,
         "--kv-dtype": kv_dtype,
         "--kv-device-tokens": kv_device_tokens,
+        "--step-tokens": step_tokens,
     }
     options = ServeOptions(
         home=folder,
@@ -163,8 +167,11 @@ def models_list(as_json: AsJson = False) -> None:
 def models_pull(name: str, as_json: AsJson = False) -> None:
     """Fetch a model and check its SHA-256."""
     from gateway.cli.hand_over import hand_over
+    from gateway.cli.models import pull_model
 
-    hand_over("node_agent", ["models", "pull", name, *(["--json"] if as_json else [])])
+    if as_json:
+        hand_over("node_agent", ["models", "pull", name, "--json"])
+    pull_model(name)
 
 
 @models_app.command("show")

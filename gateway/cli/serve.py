@@ -95,8 +95,12 @@ class Serve:
                 self._plan_restart(child)
             self._restart_due()
 
-    def drain(self) -> None:
-        """Let the gateway finish what runs (at most DRAIN_S), then end the nodes."""
+    def drain(self) -> bool:
+        """Let the gateway finish what runs (at most DRAIN_S), then end the nodes.
+
+        False: a second signal or the deadline came first.
+        """
+        in_time = True
         seen = self._signals
         self._screen.say(f"draining, at most {DRAIN_S:.0f} s; Ctrl-C again to end at once")
         gateway = [child for child in self._children.values() if child.name == "gateway"]
@@ -108,12 +112,14 @@ class Serve:
             while any(child.is_running() for child in group):
                 if self._signals > seen:
                     self._screen.say("ending at once")
-                    return
+                    return False
                 if time.monotonic() > deadline:
                     slow = ", ".join(child.name for child in group if child.is_running())
                     self._screen.say(f"{slow} did not end in {patience_s:.0f} s and is killed")
+                    in_time = False
                     break
                 self._watch(0.1)
+        return in_time
 
     def kill_all(self) -> None:
         """Nothing of ours is left: an engine ends at once when its agent's socket closes."""
@@ -259,7 +265,8 @@ def essentials(plan: ServePlan, *, secret: str, model: str, home: Path) -> str:
 
 
 def serve(options: ServeOptions, *, secret: str, as_json: bool) -> None:
-    """Run until a signal. Raises Problem when it cannot start or the gateway ends."""
+    """Run until a signal. Raises Problem when it cannot start or the gateway ends, SystemExit(1)
+    when what ran was not let finish."""
     asked = {
         "--port": options.port,
         "--link-port": options.link_port,
@@ -277,9 +284,11 @@ def serve(options: ServeOptions, *, secret: str, as_json: bool) -> None:
             if running.start():
                 announce(running, plan, options=options, secret=secret, as_json=as_json)
                 running.run()
-            running.drain()
+            in_time = running.drain()
         finally:
             running.kill_all()
+    if not in_time:
+        raise SystemExit(FAILED)
 
 
 def announce(

@@ -11,7 +11,8 @@ from gateway.ledger.usage import RequestLine, UsageLine
 from policies.contract.wire import Usage
 from policies.pricing import charge
 
-CLEAR_MARGIN = 0.15  # of the hit rate, which is cached ÷ prompt tokens
+CLEAR_MARGIN = 0.10  # of the hit rate, which is cached ÷ prompt tokens
+AT_HOME = 0.85  # a busy home may hand a turn to the other node
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,32 +62,34 @@ def mean_ttft_s(turns: Sequence[Turn]) -> float:
 
 def affinity_act(before: Sequence[Turn], after: Sequence[Turn]) -> Act:
     """Round robin without a header, then our routing with it, on the same conversations."""
-    homes = nodes_by_agent(after)
+    stayed, later = turns_at_home(after)
     hits = (hit_rate(before), hit_rate(after))
+    margin = f"at least {CLEAR_MARGIN * 100:.0f} points more"
     costs = (total_charge(before), total_charge(after))
     claims = [
         Claim(
-            f"hit rate {hits[0]:.0%} → {hits[1]:.0%}, at least {CLEAR_MARGIN:.0%} more",
+            f"hit rate {hits[0]:.0%} → {hits[1]:.0%}, {margin}",
             hits[1] >= hits[0] + CLEAR_MARGIN,
         ),
         Claim(
-            "with affinity every agent stayed on one node",
-            all(len(nodes) == 1 for nodes in homes.values()),
-        ),
-        Claim(
-            "with affinity both nodes worked",
-            len({node for nodes in homes.values() for node in nodes}) > 1,
+            f"{stayed} of {later} later turns ran on the node of the turn before",
+            later > 0 and stayed >= AT_HOME * later,
         ),
         Claim(f"bill {costs[0]:,} → {costs[1]:,} nano-USD", costs[1] < costs[0]),
     ]
     return Act("affinity", [turn_row(turn) for turn in (*before, *after)], claims)
 
 
-def nodes_by_agent(turns: Sequence[Turn]) -> dict[str, set[str]]:
-    homes: dict[str, set[str]] = {}
+def turns_at_home(turns: Sequence[Turn]) -> tuple[int, int]:
+    """(turns on the same node as the agent's turn before, turns that had one before)."""
+    home_by_agent: dict[str, str] = {}
+    stayed = later = 0
     for turn in turns:
-        homes.setdefault(turn.agent, set()).add(turn.reply.node)
-    return homes
+        home = home_by_agent.get(turn.agent)
+        later += home is not None
+        stayed += home == turn.reply.node
+        home_by_agent[turn.agent] = turn.reply.node
+    return stayed, later
 
 
 def total_charge(turns: Sequence[Turn]) -> int:

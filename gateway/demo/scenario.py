@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 NUM_AGENTS = 4
 NUM_TURNS = 5
 COMPLETION_TOKENS = 8
-# Two agents' conversations fit beside the shared prefix; four do not.
-POOL_TOKENS = 6656
+# Up to three agents' conversations fit beside the shared prefix; four do not.
+POOL_TOKENS = 6912
 
 VERBS = ("read", "write", "search", "list", "move", "copy", "compare", "format", "check", "build")
 NOUNS = ("file", "folder", "branch", "commit", "test")

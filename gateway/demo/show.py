@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from gateway.cli.client import ChatReply, stream_chat
+from gateway.cli.client import ChatReply, HttpError, StreamFailed, stream_chat
 from gateway.cli.problem import FAILED, Problem
 from gateway.cli.usage import usd
 from gateway.demo.acts import Act, Turn, affinity_act, discount_act, hit_rate, mean_ttft_s
@@ -34,6 +34,7 @@ from gateway.ledger.usage import RequestLine, requests, usage_by
 MODEL = "smollm2-135m"
 AT_ONCE = 2  # agents that wait for an answer at the same time
 STAGGER_S = 0.1
+STEP_TOKENS = 256  # short steps, so that an engine on a busy machine still reports in time
 SETTLED_S = 2.0
 
 ROUND_ROBIN = "round robin"
@@ -101,8 +102,8 @@ def run_demo(*, check: bool, as_json: bool) -> None:
         raise Problem(
             "demo",
             found=str(error),
-            allowed="a gateway and two nodes that start",
-            remedy="run kagari doctor, then kagari serve",
+            allowed="a gateway and two nodes that start and answer",
+            remedy="run kagari doctor, then the demo again with nothing else on the machine",
             exit_code=FAILED,
         ) from error
     if as_json:
@@ -147,6 +148,7 @@ def started(home: Path, environment: dict[str, str]) -> Stack:
         *("--port", "0"),
         *("--model", MODEL),
         *("--kv-device-tokens", str(POOL_TOKENS)),
+        *("--step-tokens", str(STEP_TOKENS)),
         environment=environment,
     )
 
@@ -170,7 +172,10 @@ def conversations(stack: Stack, routing: str, screen: Screen) -> list[Turn]:
                     header = routing == AFFINITY
                     waiting.append(pool.submit(ask, stack, conversation, messages, header))
                     time.sleep(STAGGER_S)  # the first is placed before the second comes
-                replies = [future.result(timeout=300) for future in waiting]
+                try:
+                    replies = [future.result(timeout=300) for future in waiting]
+                except (StreamFailed, HttpError, OSError) as error:
+                    raise StackFailed(f"{error}\n    {stack.warnings()}") from error
                 charges = charges_of(stack.home / LEDGER_NAME, replies)
                 for conversation, reply in zip(pair, replies, strict=True):
                     conversation.hear(reply.text)

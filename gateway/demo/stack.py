@@ -143,6 +143,16 @@ class Stack:
         """The last of what it wrote on stderr."""
         return self._log.read_text(errors="replace")[-4000:]
 
+    def warnings(self, most: int = 6) -> str:
+        """The last lines of its processes' logs that are no routine, for an error message."""
+        lines = [
+            f"{log.stem}: {line[:600]}"
+            for log in sorted((self.home / "logs").glob("*.log"))
+            for line in log.read_text(errors="replace").splitlines()
+            if '"level":"info"' not in line
+        ]
+        return "\n    ".join(lines[-most:])
+
     def _close(self) -> None:
         if self.process.stdout is not None:
             self.process.stdout.close()

@@ -392,7 +392,7 @@ class Fleet:
             return
         session.flush_acks()
         silent_s = now - node.reported_at
-        if silent_s >= LOST_AFTER_S:
+        if silent_s > LOST_AFTER_S - TICK_S:  # the next tick would be too late
             self.detach(session, f"no report for {silent_s:.1f} s")
         elif silent_s >= SUSPECT_AFTER_S and not node.suspect:
             node.suspect = True

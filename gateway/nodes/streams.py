@@ -191,6 +191,27 @@ class Stream:
                 flow.waiter = None
         return burst
 
+    async def next_within(self, timeout_s: float) -> Burst | None:
+        """As next, but None when nothing came in time.
+
+        One timer: asyncio.timeout around next costs a chunk 7 of 35 µs (benchmarks.gateway,
+        64 × 200/s).
+        """
+        flow = self._flow
+        burst = flow.take()
+        if burst is not None:
+            return burst
+        assert flow.waiter is None, "one reader per stream"
+        loop = asyncio.get_running_loop()
+        flow.waiter = loop.create_future()
+        timer = loop.call_later(timeout_s, flow.wake)
+        try:
+            await flow.waiter
+        finally:
+            timer.cancel()
+            flow.waiter = None
+        return flow.take()
+
     def abort(self) -> None:
         """Stop the sequence at once; the stream ends as Finished(reason="abort") if it had not."""
         self._abort(self._flow)

@@ -1,1 +1,1 @@
-"""What two processes must agree on byte for byte: wire messages, page keys, the tokenizer bundle."""
+"""What two processes agree on byte for byte: wire messages, page keys, tokenizer bundle."""

@@ -55,6 +55,8 @@ def test_a_wrong_flag_exits_2(kagari: Kagari) -> None:
         (("serve", "--api-key-file", "/nonexistent/key"), "--api-key-file"),
         (("usage",), "ledger"),
         (("keys", "revoke", "nobody"), "keys"),
+        (("models", "pull", "no-such-model"), "--model no-such-model"),
+        (("engine", "generate", "no-such-model", "Hello"), "--model no-such-model"),
     ],
 )
 def test_an_error_has_four_parts(kagari: Kagari, arguments: tuple[str, ...], field: str) -> None:

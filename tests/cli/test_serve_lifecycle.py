@@ -233,7 +233,7 @@ def test_a_second_signal_kills(tmp_path: Path, free_port: int) -> None:
     served.process.send_signal(signal.SIGINT)
     code, _, err = served.end()
     assert time.monotonic() - began < 3
-    assert code == 0
+    assert code == 1
     assert "ending at once" in err
     wait_gone(pids, 2)
 

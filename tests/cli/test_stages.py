@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from gateway.cli.loading import read_loading
+from gateway.cli.models import read_progress
 from gateway.cli.stages import Stage, StageScreen, read_stage
 
 
@@ -51,3 +52,18 @@ def test_a_stage_is_shown_with_its_seconds_and_not_as_markup() -> None:
 )
 def test_read_loading(line: bytes, said: str | None) -> None:
     assert read_loading(line) == said
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (
+            b'{"event":"progress","stage":"verify","bytes":5,"total_bytes":9}',
+            ("verify", 5, 9),
+        ),
+        (b'{"event":"stage","stage":"verify"}', None),
+        (b"warning: slow", None),
+    ],
+)
+def test_read_progress(line: bytes, found: tuple[str, int, int] | None) -> None:
+    assert read_progress(line) == found

@@ -5,114 +5,20 @@ from __future__ import annotations
 import time
 from array import array
 
-import msgspec
 import pytest
 
 from engine.config import ScheduleConfig
-from engine.engine import Engine, Frame
+from engine.engine import Engine
 from engine.schedule.plan import StepPlan, StepResult
 from engine.schedule.scheduler import Scheduler
 from policies.contract import wire
 from policies.contract.wire import Abort, Drain, FinishLane, Sampling, Submit, pack_ids
-from tests.engine.arena_runner import VOCAB, ArenaRunner, alone
-
-SALT = bytes(32)
-PROMPT = array("I", range(10))
-
-
-def engine_info(num_pages: int = 64) -> wire.EngineInfo:
-    return wire.EngineInfo(
-        engine=2,
-        model="m",
-        identity="m",
-        context_tokens=200,
-        page_size=4,
-        num_pages=num_pages,
-        bundle_digest="",
-        tokenizer_digest="",
-        layout_id="l",
-        weights_digest="w",
-        weights_precision="fp32",
-        kv_precision="fp32",
-        compute="exact",
-        step_tokens=32,
-    )
-
-
-class Bench:
-    def __init__(self, runner: ArenaRunner | None = None, max_waiting: int = 100) -> None:
-        config = ScheduleConfig(
-            num_pages=64,
-            page_size=4,
-            context_tokens=200,
-            step_tokens=32,
-            max_running=8,
-            max_waiting=max_waiting,
-        )
-        self.now = 10.0
-        self.runner = runner or ArenaRunner(64, 4)
-        self.engine = Engine(
-            engine_info(),
-            Scheduler(config),
-            self.runner,
-            vocab_size=VOCAB,
-            clock=lambda: self.now,
-        )
-        self.tokens: dict[tuple[int, int], list[int]] = {}
-        self.rare: list[tuple[int, wire.Rare]] = []
-        self.records: list[wire.UsageRecord] = []
-
-    def submit(
-        self, channel: int, lanes: tuple[int, ...], *, request_id: str = "", **fields: object
-    ) -> None:
-        submit = Submit(
-            request_id=request_id or f"r{channel}-{lanes}",
-            attempt=0,
-            engine=2,
-            lanes=lanes,
-            prompt=pack_ids(PROMPT),
-            salt=SALT,
-            sampling=Sampling(6, temperature=0.0),
-            deadline_s=60.0,
-        )
-        self.engine.handle(channel, msgspec.structs.replace(submit, **fields))
-
-    def step(self) -> list[Frame]:
-        frames = self.engine.step()
-        self.read(frames)
-        return frames
-
-    def read(self, frames: list[Frame]) -> None:
-        for channel, data in frames:
-            if channel == 0:
-                record = wire.decode_from_engine(data)
-                assert isinstance(record, wire.UsageRecord)
-                self.records.append(record)
-                continue
-            step = wire.decode_from_node(data)
-            assert isinstance(step, wire.Step)
-            assert step.engine == 2
-            for lane, token in zip(step.lanes, step.tokens, strict=True):
-                self.tokens.setdefault((channel, lane), []).append(token)
-            self.rare += [(channel, rare) for rare in step.rare]
-
-    def drain(self) -> None:
-        for _ in range(500):
-            self.step()
-            if not self.engine.has_work:
-                return
-        raise AssertionError("it never ended")
-
-    def failures(self) -> list[tuple[int, int, str]]:
-        return [
-            (channel, rare.lane, rare.code)
-            for channel, rare in self.rare
-            if isinstance(rare, wire.Failed)
-        ]
+from tests.engine.arena_runner import VOCAB, alone
+from tests.engine.engine_bench import PROMPT, SALT, BreakingRunner, EngineBench, engine_info
 
 
 def test_each_link_gets_its_own_frame_and_the_agent_the_usage() -> None:
-    bench = Bench()
+    bench = EngineBench()
     bench.submit(1, (7,))
     bench.submit(3, (7,), prompt=pack_ids(PROMPT[3:]))
     bench.drain()
@@ -130,7 +36,7 @@ def test_each_link_gets_its_own_frame_and_the_agent_the_usage() -> None:
 
 
 def test_many_lanes_share_the_prompt_through_the_cache() -> None:
-    bench = Bench()
+    bench = EngineBench()
     bench.submit(1, (1, 2, 3))
     bench.drain()
     started = [rare.cached_tokens for _, rare in bench.rare if isinstance(rare, wire.Started)]
@@ -141,7 +47,7 @@ def test_many_lanes_share_the_prompt_through_the_cache() -> None:
 
 
 def test_a_repeated_submit_runs_once() -> None:
-    bench = Bench()
+    bench = EngineBench()
     bench.submit(1, (1,), request_id="same")
     bench.submit(1, (1,), request_id="same")
     bench.drain()
@@ -154,7 +60,7 @@ def test_a_repeated_submit_runs_once() -> None:
 
 
 def test_an_abort_of_an_unknown_lane_is_no_error() -> None:
-    bench = Bench()
+    bench = EngineBench()
     bench.engine.handle(1, Abort((5,)))
     bench.engine.handle(1, FinishLane(5, 3))
     bench.engine.handle(1, Abort(()))
@@ -162,7 +68,7 @@ def test_an_abort_of_an_unknown_lane_is_no_error() -> None:
 
 
 def test_a_link_cut_aborts_all_streams_of_that_link_only() -> None:
-    bench = Bench()
+    bench = EngineBench()
     bench.submit(1, (1, 2))
     bench.submit(2, (1,))
     bench.step()
@@ -178,7 +84,7 @@ def test_a_link_cut_aborts_all_streams_of_that_link_only() -> None:
 
 
 def test_a_lane_is_free_again_after_its_end() -> None:
-    bench = Bench()
+    bench = EngineBench()
     bench.submit(1, (1,), request_id="a")
     bench.drain()
     bench.submit(1, (1,), request_id="b")
@@ -188,7 +94,7 @@ def test_a_lane_is_free_again_after_its_end() -> None:
 
 
 def test_a_busy_lane_ends_both_who_claim_it() -> None:
-    bench = Bench()
+    bench = EngineBench()
     bench.submit(1, (1,), request_id="a")
     bench.step()
     bench.submit(1, (1,), request_id="b")
@@ -198,7 +104,7 @@ def test_a_busy_lane_ends_both_who_claim_it() -> None:
 
 
 def test_a_stop_string_ends_with_what_is_kept() -> None:
-    bench = Bench()
+    bench = EngineBench()
     bench.submit(1, (4,))
     for _ in range(3):
         bench.step()
@@ -224,7 +130,7 @@ def test_a_stop_string_ends_with_what_is_kept() -> None:
     ],
 )
 def test_a_bad_submit_fails_its_lanes_and_nothing_else(fields: dict, code: str) -> None:
-    bench = Bench()
+    bench = EngineBench()
     bench.submit(1, (1,))
     bench.submit(2, (8, 9), **fields)
     bench.drain()
@@ -235,14 +141,14 @@ def test_a_bad_submit_fails_its_lanes_and_nothing_else(fields: dict, code: str) 
 
 
 def test_a_full_engine_refuses() -> None:
-    bench = Bench(max_waiting=1)
+    bench = EngineBench(max_waiting=1)
     bench.submit(1, (1, 2))
     bench.drain()
     assert bench.failures() == [(1, 2, "engine_full")]
 
 
 def test_a_draining_engine_takes_nothing_new_and_finishes_what_runs() -> None:
-    bench = Bench()
+    bench = EngineBench()
     bench.submit(1, (1,))
     bench.step()
     bench.engine.handle(0, Drain())
@@ -257,7 +163,7 @@ def test_a_draining_engine_takes_nothing_new_and_finishes_what_runs() -> None:
 
 
 def test_a_deadline_passes_while_it_runs() -> None:
-    bench = Bench()
+    bench = EngineBench()
     bench.submit(1, (1,), deadline_s=5.0)
     bench.step()
     bench.now += 5.0
@@ -266,15 +172,8 @@ def test_a_deadline_passes_while_it_runs() -> None:
     assert bench.records[0].usage.completion_tokens == 1
 
 
-class BreakingRunner(ArenaRunner):
-    def execute(self, plan: StepPlan) -> StepResult:
-        if plan.step == 3:
-            raise ArithmeticError("boom")
-        return super().execute(plan)
-
-
 def test_a_broken_runner_fails_every_sequence_and_leaves_no_page_held() -> None:
-    bench = Bench(BreakingRunner(64, 4))
+    bench = EngineBench(BreakingRunner(64, 4))
     bench.submit(1, (1,))
     bench.submit(2, (1,), prompt=pack_ids(PROMPT[3:]))
     bench.step()
@@ -287,7 +186,7 @@ def test_a_broken_runner_fails_every_sequence_and_leaves_no_page_held() -> None:
 
 
 def test_news_tell_load_and_page_events_once() -> None:
-    bench = Bench()
+    bench = EngineBench()
     bench.submit(1, (1,))
     bench.drain()
     news = [wire.decode_from_engine(bench.engine.news()[1]) for _ in range(2)]

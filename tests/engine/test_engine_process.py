@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from array import array
 from collections.abc import Iterator
@@ -17,8 +18,12 @@ import msgspec
 import pytest
 
 from engine.framing import FrameReader, frame
+from engine.process import EXIT_ENGINE_ERROR, Connection, run
+from engine.schedule.plan import StepPlan, StepResult
 from policies.contract import wire
 from policies.contract.bundle import encode_bundle
+from tests.engine.arena_runner import ArenaRunner
+from tests.engine.engine_bench import BreakingRunner, EngineBench
 from tests.engine.small_bundle import decode, encode, small_bundle
 
 BUNDLE = small_bundle()
@@ -248,3 +253,85 @@ def test_a_wrong_flag_is_named(
         assert "Traceback" not in told
     finally:
         engine.close()
+
+
+def test_a_broken_runner_is_told_to_every_stream_and_ends_the_process(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    ours, theirs = socket.socketpair()
+    bench = EngineBench(BreakingRunner(64, 4))
+    exits: list[int] = []
+    connection = Connection(ours, exit_process=exits.append)
+    prompt = wire.pack_ids(array("I", range(10)))
+    for lane in (1, 2):
+        submit = wire.Submit(f"{lane}", 0, 2, (lane,), prompt, bytes(32), wire.Sampling(9), 60.0)
+        theirs.sendall(frame(4, wire.encode(submit)))
+    assert run(bench.engine, connection, time.monotonic) == EXIT_ENGINE_ERROR != 0
+    bench.read(
+        [
+            (channel, message)
+            for channel, message in FrameReader().feed(theirs.recv(1 << 20))
+            if channel
+        ]
+    )
+    assert bench.failures() == [(4, 1, "engine_error"), (4, 2, "engine_error")]
+    assert "boom" in capfd.readouterr().err, "the operator finds the reason"
+    theirs.close()
+    deadline = time.monotonic() + 5.0
+    while not exits and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert exits == [0]
+    ours.close()
+
+
+class LongStepRunner(ArenaRunner):
+    """Its first step lasts until it is let go; then it breaks, which ends the loop."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 4)
+        self.let_go = threading.Event()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if not self.let_go.wait(20.0):
+            raise AssertionError("nobody let go")
+        raise ArithmeticError("enough")
+
+
+def test_a_step_longer_than_the_news_interval_is_not_silence() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(10.0)
+    runner = LongStepRunner()
+    bench = EngineBench(runner)
+    bench.engine._clock = time.monotonic
+    bench.submit(4, (1,))
+    connection = Connection(ours, exit_process=lambda code: None)
+    loop = threading.Thread(target=run, args=(bench.engine, connection, time.monotonic))
+    loop.start()
+    try:
+        reader, ages = FrameReader(), []
+        while len(ages) < 2:
+            for _, data in reader.feed(theirs.recv(1 << 16)):
+                news = wire.decode_from_engine(data)
+                assert isinstance(news, wire.EngineNews)
+                assert not news.events, "page events are the loop's to tell"
+                ages.append(news.report.step_age_s)
+        assert 1.0 < ages[0] < ages[1]
+    finally:
+        runner.let_go.set()
+        loop.join(5.0)
+    assert not loop.is_alive()
+    theirs.close()
+    ours.close()
+
+
+def test_an_agent_that_does_not_read_costs_bounded_memory() -> None:
+    ours, theirs = socket.socketpair()
+    exits: list[int] = []
+    connection = Connection(ours, send_timeout_s=0.2, exit_process=exits.append)
+    with pytest.raises(OSError, match="temporarily unavailable"):
+        connection.send([(1, bytes(1 << 20))] * 32)
+    theirs.close()
+    deadline = time.monotonic() + 5.0
+    while not exits and time.monotonic() < deadline:
+        time.sleep(0.01)
+    ours.close()

@@ -241,7 +241,7 @@ def test_a_prompt_waits_rather_than_be_preempted_half_computed() -> None:
 
 
 def test_prompts_that_starve_each_other_of_pages_do_not_stall() -> None:
-    bench = Bench(num_pages=16, context_tokens=60, step_tokens=8)
+    bench = Bench(num_pages=16, context_tokens=60, step_tokens=8, prefill_tokens_per_s=800.0)
     bench.submit(1, ids(40, seed=1))
     bench.step()
     bench.submit(2, ids(16, seed=2))
@@ -509,10 +509,18 @@ def test_load_counts_uncached_tokens_and_every_page_once() -> None:
 
 def test_the_rate_is_measured_from_steps() -> None:
     bench = Bench(prefill_tokens_per_s=5.0)
-    bench.submit(1, ids(60))
-    bench.drain()  # each step: up to 32 tokens in 0.01 s
+    for sequence_id in range(30):
+        bench.submit(sequence_id, ids(60, seed=sequence_id))
+        bench.drain()  # each step: up to 32 tokens in 0.01 s
     assert math.isclose(bench.scheduler.load().prefill_tokens_per_s, 3200, rel_tol=0.1)
     assert math.isclose(bench.scheduler.load().decode_tokens_per_s, 100, rel_tol=0.1)
+
+
+def test_a_warm_prompts_short_step_does_not_pass_for_the_rate() -> None:
+    bench = Bench(prefill_tokens_per_s=3200.0)
+    bench.submit(1, ids(5))
+    bench.drain()  # 5 tokens in 0.01 s say what a step costs, not what a token costs
+    assert bench.scheduler.load().prefill_tokens_per_s == 3200.0
 
 
 def test_the_schedule_folder_imports_no_torch() -> None:

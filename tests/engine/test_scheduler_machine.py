@@ -299,5 +299,5 @@ def test_scheduler_machine() -> None:
 @pytest.mark.slow
 def test_scheduler_machine_at_length() -> None:
     run_state_machine_as_test(
-        SchedulerMachine, settings=settings(SMALL, max_examples=5000, stateful_step_count=80)
+        SchedulerMachine, settings=settings(SMALL, max_examples=3000, stateful_step_count=80)
     )

@@ -71,6 +71,7 @@ def test_doubled_frames_change_nothing(frame: list[PageEvent], data: st.DataObje
     once.apply(PageEvents(0, 0, frame))
     twice.apply(PageEvents(0, 0, frame[: cut + 1]))
     assert not twice.apply(PageEvents(0, cut, frame[cut:]))  # overlaps by one event
+    assert not twice.apply(PageEvents(0, 0, frame[: cut + 1]))  # comes late and alone
     for key in EVENT_CHAIN:
         assert once.tiers(key) == twice.tiers(key)
 
@@ -98,6 +99,7 @@ def test_a_gap_wants_a_snapshot_and_the_snapshot_is_the_truth() -> None:
 def test_the_cursor_after_a_snapshot_does_not_ask_again_for_ever(following: int) -> None:
     """Whether a snapshot's own events are numbered or not, the next frame is no gap."""
     residency = Residency(100)
+    residency.apply(PageEvents(0, 0, [PageStored(b"z" * 16)]))
     residency.apply(PageEvents(0, 6, [CacheCleared(), PageStored(b"a" * 16)], snapshot=True))
     assert not residency.apply(PageEvents(0, following, [PageStored(b"b" * 16)]))
     assert not residency.apply(PageEvents(0, following + 1, [PageStored(b"c" * 16)]))

@@ -107,6 +107,12 @@ class _Header:
         data = self.take(self.count("Q", field, most), field)
         return data.decode("utf-8", "replace")
 
+    def name(self, field: str) -> str:
+        name = self.string(field, MAX_NAME_BYTES)
+        if not name:
+            raise _damaged(field, "an empty name", f"1 to {MAX_NAME_BYTES} bytes")
+        return name
+
     def value(self, kind: int, field: str) -> object:
         if kind == STRING:
             return self.string(field)
@@ -174,7 +180,7 @@ class GgufCheckpoint:
         num_tensors = header.count("Q", "tensor_count", MAX_ENTRIES)
         num_entries = header.count("Q", "metadata_kv_count", MAX_ENTRIES)
         for _ in range(num_entries):
-            key = header.string("metadata key", MAX_NAME_BYTES)
+            key = header.name("metadata key")
             kind = header.count("I", key, 1 << 31)
             self.metadata[key] = header.value(kind, key)
         found = [self._tensor(header) for _ in range(num_tensors)]
@@ -199,7 +205,7 @@ class GgufCheckpoint:
             self._places[name] = _Place(start + offset, form)
 
     def _tensor(self, header: _Header) -> tuple[str, tuple[int, ...], BlockFormat, int]:
-        name = hf_name(header.string("tensor name", MAX_NAME_BYTES))
+        name = hf_name(header.name("tensor name"))
         num_dims = header.count("I", name, 4)
         shape = tuple(header.count("Q", name, 1 << 40) for _ in range(num_dims))[::-1]
         kind = header.count("I", name, 1 << 31)

@@ -80,7 +80,12 @@ RunnerMaker = Callable[..., ModelRunner]
 @pytest.fixture(scope="session")
 def make_runner() -> RunnerMaker:
     def make(
-        path: Path, *, precision: str = "fp32", num_pages: int = 64, page_size: int = 16, **rest: object
+        path: Path,
+        *,
+        precision: str = "fp32",
+        num_pages: int = 64,
+        page_size: int = 16,
+        **rest: object,
     ) -> ModelRunner:
         spec = Spec(str(path), **rest)  # type: ignore[arg-type]
         config = RunnerConfig(

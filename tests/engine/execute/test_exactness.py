@@ -22,7 +22,9 @@ def prompts_of(runner: ModelRunner, count: int, longest: int) -> list[list[int]]
     ]
 
 
-def alone(steps: Steps, prompts: list[list[int]], tokens: int, sampling: Sampling) -> list[list[int]]:
+def alone(
+    steps: Steps, prompts: list[list[int]], tokens: int, sampling: Sampling
+) -> list[list[int]]:
     found = []
     for prompt in prompts:
         steps.reset()

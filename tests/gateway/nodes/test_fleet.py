@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from typing import Any
 
@@ -38,6 +39,24 @@ async def test_a_stream_gets_its_tokens_and_one_end() -> None:
     assert last.tokens == [7]
     assert last.end == wire.Finished(0, "length", wire.Usage(100, 64, 3))
     assert (await stream.next()).tokens == []
+
+
+@pytest.mark.anyio
+async def test_waiting_with_a_limit_loses_no_token() -> None:
+    node = FakeNode(gateway := fleet(), "n1").join()
+    with gateway.dispatch(request(1)) as stream:
+        node.read()
+        assert await stream.next_within(0.01) is None
+        node.step([0], [1])
+        assert await stream.next_within(0.0) == Burst([1], None)
+        asyncio.get_running_loop().call_soon(node.step, [0], [2])
+        assert await stream.next_within(5.0) == Burst([2], None)
+        waiting = asyncio.create_task(stream.next_within(5.0))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        node.step([0], [3])
+        await asyncio.wait([waiting])
+        assert await stream.next_within(5.0) == Burst([3], None)
 
 
 def test_without_a_node_or_a_bundle_there_is_no_node() -> None:
@@ -366,6 +385,8 @@ def test_a_newer_link_of_a_node_replaces_the_older() -> None:
     fresh = gateway.dispatch(request(2))
     new.read()
     old.step([0], [666])  # from the old link: ignored
+    old.send(wire.EnginesChanged(()))
+    assert gateway.model("m") is not None
     new.step([0], [1])
     assert take(fresh).tokens == [1]
     refused = gateway.attach(old.hello())
@@ -537,9 +558,25 @@ def test_a_node_with_another_tokenizer_is_not_given_our_ids() -> None:
     gateway.bundles.put(other_digest, gateway.bundles.text(info().bundle_digest))  # type: ignore[arg-type]
     FakeNode(gateway, "n1").join()
     FakeNode(gateway, "n2", info(bundle_digest=other_digest)).join()
-    for number in range(8):
-        with gateway.dispatch(request(number)) as stream:
+    served = gateway.model("m")
+    assert served is not None
+    assert served.nodes == 1
+    for number in range(16):
+        with gateway.dispatch(request(number, tokens=1)) as stream:
             assert stream.node_id == "n1"
+
+
+@pytest.mark.parametrize(("restarted", "pages"), [(False, 2), (True, 0)])
+def test_a_node_keeps_its_pages_over_a_cut_but_not_over_a_restart(
+    restarted: bool, pages: int
+) -> None:
+    node = FakeNode(gateway := fleet(), "n1").join()
+    stored = [wire.PageStored(key[:16]) for key in keys(1, 2)]
+    node.send(wire.PageEvents(0, 0, [wire.CacheCleared(), *stored], snapshot=True))
+    node.cut()
+    node.epoch += restarted
+    node.join()
+    assert gateway.nodes()[0].engines[0].resident_pages == pages
 
 
 def test_a_restarted_engine_starts_with_empty_books() -> None:

@@ -97,6 +97,7 @@ async def test_a_request_over_a_real_link() -> None:
         ("/link/v1", "Bearer", 401),
         ("/link/v1", None, 401),
         ("/link/v1", "Basic a join token", 401),
+        ("/link/v1", f"Bearer {TOKEN}, Bearer {TOKEN}", 401),
         ("/link/v2", f"Bearer {TOKEN}", 404),
         ("/", f"Bearer {TOKEN}", 404),
     ],
@@ -108,6 +109,16 @@ async def test_handshake_refuses(path: str, authorization: str | None, status: i
             async with dial(url.removesuffix("/link/v1") + path, additional_headers=headers):
                 raise AssertionError("joined")
     assert refused.value.response.status_code == status
+
+
+@pytest.mark.anyio
+async def test_two_credentials_are_none() -> None:
+    twice = [("Authorization", f"Bearer {TOKEN}"), ("Authorization", "Bearer other")]
+    async with serving(Fleet(bundles())) as url:
+        with pytest.raises(InvalidStatus) as refused:
+            async with dial(url, additional_headers=twice):
+                raise AssertionError("joined")
+    assert refused.value.response.status_code == 401
 
 
 @pytest.mark.anyio
