@@ -80,7 +80,7 @@ async def _whole(
         assert burst is not None, "without a time limit next waits for something"
         text, failure = _take(run, burst)
         if failure is not None:
-            raise failure
+            raise _ours(failure)
         texts.append(text)
     data = completion(
         completion_id=f"chatcmpl-{exchange.request_id}",
@@ -113,7 +113,7 @@ async def _stream(
     if burst is not None:
         text, failure = _take(run, burst)
         if failure is not None:
-            raise failure  # nothing was sent yet: it becomes a status
+            raise _ours(failure)  # nothing was sent yet: it becomes a status
     async with StallGuard(config.send_stall_s) as guard:
         await guard.send(exchange.start(200, [*STREAM_HEADERS, *run.headers()]))
         role = chunks.role()  # sent once, in front of the first text
@@ -168,3 +168,8 @@ def _take(run: CompletionRun, burst: Burst) -> tuple[str, GatewayError | None]:
             return text, fault(end.code)
         case never:
             assert_never(never)
+
+
+def _ours(failure: GatewayError) -> GatewayError:
+    """While nothing is sent nobody can read slowly: tokens waited for us, say for the row."""
+    return fault("server_error") if failure.code == "slow_reader" else failure

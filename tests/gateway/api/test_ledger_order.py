@@ -83,6 +83,20 @@ def test_first_byte_waits_for_the_row(gateway, with_ledger) -> None:
     assert len(fake.opened) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_that_wait_for_the_row_are_not_the_clients_fault(
+    gateway, with_ledger, stream
+) -> None:
+    fake = with_ledger(FakeLedger(slow_s=0.5))
+    with gateway.client() as client:
+        script = {"say": "x" * 1000, "times": 10, "step": 1000}
+        reply = client.post("/v1/chat/completions", content=body(script, stream=stream))
+    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "server_error")
+    assert reply.headers["x-should-retry"] == "true"
+    gateway.wait_idle()
+    assert [end.status for end in fake.settled] == ["failed"]
+
+
 def test_row_carries_what_will_be_billed_and_no_clear_session(gateway, with_ledger) -> None:
     fake = with_ledger(FakeLedger())
     with gateway.client() as client:
