@@ -50,7 +50,12 @@ class Application:
                 raise
             except Exception:
                 self.services.log.exception("handler_failed", request_id=exchange.request_id)
-                error = GatewayError("server_error", remedy="send the request again")
+                error = GatewayError(
+                    "server_error",
+                    found="a fault that the operator sees in the log",
+                    allowed="an answer",
+                    remedy="send the request again",
+                )
             if error is not None:
                 self.services.metrics.count("kagari_errors", code=error.code)
                 exchange.notes["error"] = error.code
@@ -80,7 +85,13 @@ class Application:
         """The caller first, then the body: strangers do not get to upload."""
         services = self.services
         if services.draining.is_set() and route.role == "client":
-            raise GatewayError("draining", remedy="send it again", retry_after_s=1.0)
+            raise GatewayError(
+                "draining",
+                found="a gateway that is shutting down",
+                allowed="requests that came before",
+                remedy="send the request again",
+                retry_after_s=1.0,
+            )
         if route.role == "client":
             exchange.key = client_key(exchange, services.keys)
             exchange.notes.update(tenant=exchange.key.tenant, key_id=exchange.key.key_id)

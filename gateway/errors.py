@@ -314,6 +314,8 @@ def fault(code: str) -> GatewayError:
     kind = KINDS.get(told, KINDS["engine_error"])
     return GatewayError(
         kind.code,
+        found="a stream that broke off before its end",
+        allowed="a stream with an end",
         remedy="send the request again; nothing of it was billed"
         if kind.should_retry
         else f"see docs/errors.md#{kind.code}",

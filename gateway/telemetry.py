@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, TextIO
 
 import msgspec
@@ -58,6 +59,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._counters: dict[str, Counter] = {}
+        self._counter_by_labels: dict[tuple[str, ...], Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
         for row in METRICS:
@@ -75,8 +77,13 @@ class Metrics:
                 )
 
     def count(self, name: str, amount: float = 1, **labels: str) -> None:
-        counter = self._counters[name]
-        (counter.labels(**labels) if labels else counter).inc(amount)
+        key = (name, *labels.values())
+        counter = self._counter_by_labels.get(key)
+        if counter is None:  # the library's own look-up costs ten times ours
+            counter = self._counters[name]
+            counter = counter.labels(**labels) if labels else counter
+            self._counter_by_labels[key] = counter
+        counter.inc(amount)
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         histogram = self._histograms[name]
@@ -99,7 +106,7 @@ def redact(_logger: object, _method: str, event: MutableMapping[str, object]) ->
     """Replace what looks like a secret, by its name or by its shape."""
     return {
         name: REDACTED
-        if _SECRET_NAME.search(name)
+        if _names_a_secret(name)
         else _SECRET_TEXT.sub(REDACTED, value)
         if isinstance(value, str)
         else value
@@ -107,14 +114,48 @@ def redact(_logger: object, _method: str, event: MutableMapping[str, object]) ->
     }
 
 
+@lru_cache(512)
+def _names_a_secret(name: str) -> bool:
+    return _SECRET_NAME.search(name) is not None
+
+
 def _render(_logger: object, _method: str, event: MutableMapping[str, object]) -> str:
     return msgspec.json.encode(event, enc_hook=repr).decode()
 
 
+class LineLogger:
+    """What structlog writes to: loses lines rather than fail whoever logs, and says how many.
+
+    Standard error is often a file on the very disk that is full, and then the ledger's writer is
+    the one who logs.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.lost_lines = 0
+
+    def msg(self, line: str) -> None:
+        try:
+            if self.lost_lines:
+                lost = {"event": "log_lines_lost", "lines": self.lost_lines, "level": "warning"}
+                self._write(msgspec.json.encode(lost).decode())
+                self.lost_lines = 0
+            self._write(line)
+        except OSError:
+            self.lost_lines += 1
+
+    def _write(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+    debug = info = warning = error = exception = critical = msg
+
+
 def log_to_stderr() -> None:
     """Send every structlog line of this process to standard error as JSON, redacted."""
+    logger = LineLogger(sys.stderr)
     structlog.configure(
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        logger_factory=lambda *_: logger,
         processors=PROCESSORS,
         wrapper_class=structlog.make_filtering_bound_logger(20),
         cache_logger_on_first_use=True,
@@ -124,7 +165,7 @@ def log_to_stderr() -> None:
 def make_log(stream: TextIO) -> FilteringBoundLogger:
     """A logger of such lines on any stream."""
     log: FilteringBoundLogger = structlog.wrap_logger(
-        structlog.WriteLogger(stream),
+        LineLogger(stream),
         processors=PROCESSORS,
         wrapper_class=structlog.make_filtering_bound_logger(20),
     )

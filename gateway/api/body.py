@@ -39,20 +39,20 @@ async def read_body(
     declared = _declared_length(exchange)
     if declared is not None and declared > limit_bytes:
         raise _too_large(f"{declared} bytes", limit_bytes)
-    pieces: list[bytes] = []
-    received = 0
+    # One buffer, not a list of pieces: pieces of one byte would take a hundred times their room.
+    body = bytearray()
     started = time.monotonic()
     try:
         while True:
             # A byte a second never ends by itself: each byte buys only its share of time.
-            allowed_s = limits.body_grace_s + received / limits.body_min_bytes_per_s
+            allowed_s = limits.body_grace_s + len(body) / limits.body_min_bytes_per_s
             try:
                 async with asyncio.timeout(started + allowed_s - time.monotonic()):
                     message = await exchange.receive()
             except TimeoutError:
                 raise GatewayError(
                     "body_timeout",
-                    found=f"{received} bytes after {allowed_s:.1f} s",
+                    found=f"{len(body)} bytes after {allowed_s:.1f} s",
                     allowed=f"{limits.body_min_bytes_per_s} bytes/s after "
                     f"{limits.body_grace_s:g} s",
                     remedy="send the body at once",
@@ -61,13 +61,9 @@ async def read_body(
                 exchange.client_left = True
                 raise ClientLeft
             piece: bytes = message.get("body", b"")
-            received += len(piece)
-            if received > limit_bytes:
+            if len(body) + len(piece) > limit_bytes:
                 raise _too_large(f"more than {limit_bytes} bytes", limit_bytes)
-            budget.held_bytes += len(piece)
-            if budget.held_bytes > budget.limit_bytes:
-                budget.held_bytes -= len(piece)
-                received -= len(piece)
+            if budget.held_bytes + len(piece) > budget.limit_bytes:
                 raise GatewayError(
                     "capacity_exceeded",
                     found="too many bodies being uploaded at once",
@@ -75,13 +71,13 @@ async def read_body(
                     remedy="send the request again",
                     retry_after_s=1.0,
                 )
-            if piece:
-                pieces.append(piece)
+            budget.held_bytes += len(piece)
+            body += piece
             if not message.get("more_body", False):
                 exchange.body_done = True
-                return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+                return bytes(body)
     finally:
-        budget.held_bytes -= sum(map(len, pieces))
+        budget.held_bytes -= len(body)
 
 
 async def refuse(exchange: Exchange, error: GatewayError) -> None:

@@ -35,7 +35,8 @@ async def chat(services: Services, exchange: Exchange) -> None:
     ticket = _enter(services, exchange, key)
     try:
         request = read_chat_request(exchange.body, services.config.limits)
-        exchange.notes.update(model=request.model, stream=request.stream)
+        exchange.body = b""  # decoded: a long stream need not hold it
+        exchange.notes.update(stream=request.stream)
         run = await begin(services, exchange, key, ticket, request)
         try:
             if request.stream:
@@ -45,6 +46,9 @@ async def chat(services: Services, exchange: Exchange) -> None:
         except TimeoutError:  # a send that stalled: who takes nothing for so long is gone
             exchange.client_left = True
             raise ClientLeft from None
+        except Exception:
+            run.reason = None  # a fault of ours before it was settled: nothing is billed
+            raise
         finally:
             run.close(client_left=exchange.client_left)
     finally:
@@ -76,7 +80,7 @@ async def _whole(
         assert burst is not None, "without a time limit next waits for something"
         text, failure = _take(run, burst)
         if failure is not None:
-            raise failure
+            raise _ours(failure)
         texts.append(text)
     data = completion(
         completion_id=f"chatcmpl-{exchange.request_id}",
@@ -86,8 +90,8 @@ async def _whole(
         reason=run.reason,
         usage=run.usage(),
     )
-    run.close(client_left=False)
     headers = [*run.headers(), ("x-kagari-cost-nano-usd", str(run.cost_nano_usd()))]
+    run.close(client_left=False)  # from here on it is billed, so nothing of ours may fail after it
     async with asyncio.timeout(stall_s):
         await exchange.reply(200, data, headers=headers)
 
@@ -109,7 +113,7 @@ async def _stream(
     if burst is not None:
         text, failure = _take(run, burst)
         if failure is not None:
-            raise failure  # nothing was sent yet: it becomes a status
+            raise _ours(failure)  # nothing was sent yet: it becomes a status
     async with StallGuard(config.send_stall_s) as guard:
         await guard.send(exchange.start(200, [*STREAM_HEADERS, *run.headers()]))
         role = chunks.role()  # sent once, in front of the first text
@@ -127,7 +131,8 @@ async def _stream(
                 await guard.send(exchange.end(data + DONE))
                 return
             if failure is not None:
-                run.close(client_left=False)
+                # Who reads too slowly left of their own will: what was produced is billed.
+                run.close(client_left=failure.code == "slow_reader")
                 services.metrics.count("kagari_errors", code=failure.code)
                 exchange.notes["error"] = failure.code
                 await guard.send(
@@ -163,3 +168,8 @@ def _take(run: CompletionRun, burst: Burst) -> tuple[str, GatewayError | None]:
             return text, fault(end.code)
         case never:
             assert_never(never)
+
+
+def _ours(failure: GatewayError) -> GatewayError:
+    """While nothing is sent nobody can read slowly: tokens waited for us, say for the row."""
+    return fault("server_error") if failure.code == "slow_reader" else failure

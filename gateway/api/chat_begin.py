@@ -29,6 +29,7 @@ async def begin(
 ) -> CompletionRun:
     """Returns when the node computes and the row is committed. Raises GatewayError."""
     served = find_model(services.fleet, request.model)
+    exchange.notes["model"] = served.name  # one of ours: what a client wrote may be anything
     prompt = await _prompt(services, served, request)
     max_tokens = _max_tokens(services, exchange, served, len(prompt), request.max_tokens)
     shed = services.admission.reserve(ticket, prompt_tokens=len(prompt), max_tokens=max_tokens)

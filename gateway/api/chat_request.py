@@ -145,7 +145,7 @@ def read_chat_request(data: bytes, limits: LimitsConfig) -> ChatRequest:
 
 
 def _decoded(data: bytes) -> ChatBody:
-    if not data.strip():
+    if not data or data.isspace():
         raise GatewayError(
             "missing_body",
             field="body",

@@ -37,6 +37,31 @@ def test_counts_of_tokens_are_not_taken_for_secrets() -> None:
     assert (line["prompt_tokens"], line["cached_tokens"], line["key_id"]) == (5, 4, "key_12")
 
 
+def test_log_on_a_full_disk_fails_nobody_and_says_what_it_lost() -> None:
+    """Else the ledger's writer, which logs that the disk is full, would end of it."""
+
+    class Disk(StringIO):
+        is_full = True
+
+        def flush(self) -> None:
+            if self.is_full:
+                self.seek(0)
+                self.truncate()
+                raise OSError(28, "No space left on device")
+
+    disk = Disk()
+    log = make_log(disk)
+    log.info("first")
+    log.info("second")
+    disk.is_full = False
+    log.info("third")
+    lines = [json.loads(line) for line in disk.getvalue().splitlines()]
+    assert [(line["event"], line.get("lines")) for line in lines] == [
+        ("log_lines_lost", 2),
+        ("third", None),
+    ]
+
+
 def test_every_row_of_the_table_is_exported_and_nothing_else() -> None:
     metrics = Metrics()
     families = {family.name: family for family in metrics.registry.collect()}

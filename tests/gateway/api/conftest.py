@@ -111,7 +111,7 @@ class RunningGateway:
             left = self.call(self._left)
             if not any(left.values()):
                 return
-            assert time.monotonic() < deadline, left
+            assert time.monotonic() < deadline, {name: n for name, n in left.items() if n}
             time.sleep(0.02)
 
     def _left(self) -> dict[str, object]:

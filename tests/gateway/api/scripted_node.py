@@ -1,7 +1,8 @@
 """A node that does what the last user message tells it, over the real link, with a tiny tokenizer.
 
 The message may be JSON: {"say": text, "times": n, "delay_s": before each step, "first_s": before
-the first, "step": tokens a frame, "fail_after": tokens, "fail": code, "cut_after": tokens}.
+the first, "step": tokens a frame, "fail_after": tokens, "fail": code, "cut_after": tokens,
+"cut_attempts": attempts that are cut, of any number}.
 Anything else is answered with "ok". A token is a byte, so counts are easy to foretell.
 """
 
@@ -142,8 +143,9 @@ class ScriptedNode:
         async with asyncio.TaskGroup() as group:
             reports = group.create_task(self._report(socket, epoch, len(infos)))
             try:
-                async for frame in socket:
-                    await self._receive(socket, wire.decode_from_gateway(frame))
+                with suppress(ConnectionClosed):  # cut while we answered
+                    async for frame in socket:
+                        await self._receive(socket, wire.decode_from_gateway(frame))
             finally:
                 reports.cancel()
         raise ConnectionClosed(None, None)
@@ -169,7 +171,8 @@ class ScriptedNode:
                 )
                 self.served.append(served)
                 self.by_lane[lane] = served
-                self.tasks[lane] = asyncio.create_task(self._answer(socket, lane, served, ids))
+                answer = self._answer_while_linked(socket, lane, served, ids)
+                self.tasks[lane] = asyncio.create_task(answer)
             case wire.Abort(lanes):
                 for lane in lanes:
                     if lane in self.by_lane:  # else its end and the Abort crossed
@@ -193,6 +196,12 @@ class ScriptedNode:
             )
         )
 
+    async def _answer_while_linked(
+        self, socket: ClientConnection, lane: int, served: Served, ids: array[int]
+    ) -> None:
+        with suppress(ConnectionClosed):  # another stream of this node cut the link
+            await self._answer(socket, lane, served, ids)
+
     async def _answer(
         self, socket: ClientConnection, lane: int, served: Served, ids: array[int]
     ) -> None:
@@ -212,7 +221,9 @@ class ScriptedNode:
             if script.get("fail_after") is not None and served.sent >= script["fail_after"]:
                 await self._fail(socket, lane, served, str(script["fail"]))
                 return
-            if script.get("cut_after") is not None and served.sent >= script["cut_after"]:
+            if served.submit.attempt <= int(script.get("cut_attempts", 99)) and (
+                script.get("cut_after") is not None and served.sent >= script["cut_after"]
+            ):
                 await socket.close()
                 return
             served.sent += len(piece)

@@ -70,6 +70,15 @@ def test_stream_equals_whole(gateway, ask, step) -> None:
         body = ask({"say": TEXT, "step": step})
         whole = client.post("/v1/chat/completions", json=body).json()
         streamed = client.post("/v1/chat/completions", json={**body, "stream": True})
+        counted = client.post(
+            "/v1/chat/completions",
+            json={**body, "stream": True, "stream_options": {"include_usage": True}},
+        )
+    usage = events(counted.text)[-2]["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 0  # the first request left its pages
+    assert {**usage, "prompt_tokens_details": whole["usage"]["prompt_tokens_details"]} == (
+        whole["usage"]
+    )
     chunks = events(streamed.text)
     assert content_of(chunks) == whole["choices"][0]["message"]["content"] == TEXT
     assert chunks[-1] == "[DONE]"
@@ -270,7 +279,17 @@ def test_models_tell_window_and_precision(gateway) -> None:
         missing = client.get("/v1/models/tinny")
     assert data[0] == one
     assert {one[k] for k in ("context_length", "context_window", "max_model_len")} == {65_536}
-    assert one["kagari"]["weights_precision"] == "q4_1"
+    assert one["meta"]["n_ctx_train"] == 65_536
+    assert one["max_input_tokens"] == 65_535  # one token is left for the answer
+    told = one["kagari"]
+    precision = (told["weights_precision"], told["kv_precision"], told["compute"])
+    assert precision == ("q4_1", "bf16", "exact")
+    rates = gateway.services.prices.rates("tiny")
+    assert told["price_pico_usd_per_token"] == {
+        "input": rates.input,
+        "cached": rates.cached,
+        "output": rates.output,
+    }
     assert data[1]["alias_of"] == "tiny"
     assert missing.status_code == 404
     assert '"tiny"' in missing.json()["error"]["message"]

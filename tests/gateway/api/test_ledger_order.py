@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gateway.api import completion_run
 from gateway.ledger.rows import LedgerFull, LedgerHealth, OpenRow, Settlement
 
 
@@ -82,6 +83,20 @@ def test_first_byte_waits_for_the_row(gateway, with_ledger) -> None:
     assert len(fake.opened) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_that_wait_for_the_row_are_not_the_clients_fault(
+    gateway, with_ledger, stream
+) -> None:
+    fake = with_ledger(FakeLedger(slow_s=0.5))
+    with gateway.client() as client:
+        script = {"say": "x" * 1000, "times": 10, "step": 1000}
+        reply = client.post("/v1/chat/completions", content=body(script, stream=stream))
+    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "server_error")
+    assert reply.headers["x-should-retry"] == "true"
+    gateway.wait_idle()
+    assert [end.status for end in fake.settled] == ["failed"]
+
+
 def test_row_carries_what_will_be_billed_and_no_clear_session(gateway, with_ledger) -> None:
     fake = with_ledger(FakeLedger())
     with gateway.client() as client:
@@ -145,3 +160,45 @@ def test_refused_request_has_no_row(gateway, with_ledger) -> None:
         client.post("/v1/chat/completions", content=body({}, model="nothing"))
     assert not fake.opened
     assert not fake.settled
+
+
+class Broken(Exception):
+    """A fault that nobody foresaw."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("place", ["models", "prompt", "dispatch", "open", "settle", "headers"])
+def test_a_fault_at_any_place_is_a_500_and_leaks_nothing(
+    gateway, with_ledger, monkeypatch, place, stream
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise Broken("with a secret word of the prompt")
+
+    fleet = gateway.services.fleet
+    fake = with_ledger(FakeLedger())
+    if place == "models":
+        monkeypatch.setattr(fleet, "model", fail)
+    elif place == "prompt":
+        monkeypatch.setattr(fleet.model("tiny").text, "page_keys", fail)
+    elif place == "dispatch":
+        monkeypatch.setattr(fleet, "dispatch", fail)
+    elif place == "headers":
+        monkeypatch.setattr(completion_run.CompletionRun, "headers", fail)
+    else:
+        monkeypatch.setattr(fake, place, fail)
+    with gateway.client() as client:
+        reply = client.post("/v1/chat/completions", content=body({"say": "abc"}, stream=stream))
+    monkeypatch.undo()
+    if stream and place == "settle":  # the answer is under way: its last event says so
+        assert '"code":"server_error"' in reply.text
+        assert "[DONE]" not in reply.text
+    else:
+        assert reply.status_code == 500, reply.text
+        error = reply.json()["error"]
+        assert error["code"] == "server_error"
+        assert all(error[part] for part in ("found", "allowed", "remedy", "docs"))
+    assert "secret word" not in reply.text
+    gateway.wait_idle()
+    # An open that raised may have reached the disk, so it is settled; else that does nothing.
+    expected = ["failed"] if place in ("open", "headers") else []
+    assert [end.status for end in fake.settled] == expected

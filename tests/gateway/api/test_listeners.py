@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 import threading
 import time
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import h2.config
 import h2.connection
 import h2.events
+import h2.settings
 import httpx
 import msgspec
 import pytest
 
 from gateway.config import GatewayConfig, ServerConfig, StreamConfig
+from gateway.ledger.files import LEDGER_NAME
 from gateway.routes import ADMIN_ROUTES, PUBLIC_ROUTES
 from policies.admission import AdmissionLimits
 
@@ -124,6 +127,16 @@ def test_one_log_line_a_request_without_secrets_or_content(gateway) -> None:
     whole = gateway.log.getvalue()
     assert "a-secret-answer" not in whole
     assert "test-key-0123456789abcdef" not in whole
+
+
+def test_what_a_client_calls_a_model_is_not_logged(gateway) -> None:
+    """It may be a key that went into the wrong field, or a megabyte."""
+    with gateway.client() as client:
+        for name in ("my-own-secret-of-16", "m" * 1_000_000):
+            body = {"model": name, "messages": script(say="x")}
+            assert client.post("/v1/chat/completions", json=body).status_code == 404
+    assert "my-own-secret-of-16" not in gateway.log.getvalue()
+    assert max(map(len, gateway.log.getvalue().splitlines())) < 2000
 
 
 def test_hundred_streams_on_one_http2_connection(gateway) -> None:
@@ -245,6 +258,106 @@ def test_early_refusal_on_http2_does_not_end_other_streams(gateway) -> None:
         client.connection.send_data(refused, b"late" * 100)
         client.flush()
         client.wait(h2.events.StreamEnded, running)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        [(b":method", b"GET"), (b":path", b"/\xff\xfe")],
+        [(b":method", b"CONNECT"), (b":path", b"/livez"), (b":protocol", b"websocket")],
+        [(b":method", b"G\xcbT"), (b":path", b"/livez")],
+    ],
+    ids=["path", "connect", "method"],
+)
+def test_odd_request_on_http2_does_not_end_other_streams(gateway, odd) -> None:
+    """Hypercorn alone raises in the connection's task: every stream on it is cut."""
+    client = Http2(gateway)
+    with client.sock:
+        running = client.ask("/v1/chat/completions", chat_bytes(say="z" * 50, delay_s=0.01))
+        client.wait(h2.events.ResponseReceived, running)
+        stream_id = client.connection.get_next_available_stream_id()
+        client.connection.config.validate_outbound_headers = False
+        client.connection.config.normalize_outbound_headers = False
+        headers = [*odd, (b":scheme", b"http"), (b":authority", b"t")]
+        client.connection.send_headers(stream_id, headers, end_stream=True)
+        client.flush()
+        client.wait(h2.events.StreamReset, stream_id)
+        client.wait(h2.events.StreamEnded, running)
+    assert not gateway.node.served[0].aborted
+
+
+def test_upgrade_to_http2_with_broken_settings_only_closes(gateway) -> None:
+    errors: list[dict[str, Any]] = []
+    gateway.call(lambda: gateway.loop.set_exception_handler(lambda _, what: errors.append(what)))
+    with gateway.connect() as sock:
+        sock.sendall(
+            b"GET /livez HTTP/1.1\r\nHost: t\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+            b"Upgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAAAAAA\r\n\r\n"
+        )
+        while sock.recv(65536):
+            continue
+    gateway.call(lambda: gateway.loop.set_exception_handler(None))
+    assert errors == []
+
+
+def without_window(gateway: Any, body: bytes) -> tuple[Http2, int]:
+    """A stream whose client gives not one byte of window for the answer."""
+    client = Http2(gateway)
+    client.connection.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 0})
+    client.flush()
+    stream_id = client.ask("/v1/chat/completions", body)
+    deadline = time.monotonic() + 5
+    while not gateway.node.served:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return client, stream_id
+
+
+def test_http2_reader_without_window_is_bounded_and_settled(tmp_path, start) -> None:
+    """Hypercorn alone takes the whole answer into memory and says that it was sent."""
+    config = GatewayConfig(
+        server=ServerConfig(port=0, link_port=0, admin_port=0, drain_s=0.5),
+        stream=StreamConfig(send_stall_s=0.5),
+    )
+    with start(tmp_path, config) as running:
+        endless = chat_bytes(say="s" * 1000, times=60, step=20, delay_s=0.001)
+        client, _ = without_window(running, endless)
+        with client.sock:
+            running.wait_idle(15)
+        assert running.node.served[0].aborted
+        assert running.node.served[0].sent < 30_000
+        ((status, produced, charge),) = rows_of(running)
+        assert status == "client_left"
+        assert produced > 0
+        assert charge > 0
+
+
+def test_client_that_leaves_between_settlement_and_last_byte_is_billed_once(gateway) -> None:
+    before = len(rows_of(gateway))
+    client, stream_id = without_window(gateway, chat_bytes(say="five5"))
+    with client.sock:
+        deadline = time.monotonic() + 5
+        while len(rows := rows_of(gateway)) == before or rows[-1][0] == "open":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        client.connection.reset_stream(stream_id)
+        client.flush()
+        gateway.wait_idle()
+    rows = rows_of(gateway)
+    assert len(rows) == before + 1
+    assert rows[-1][:2] == ("ok", 5)
+
+
+def rows_of(gateway: Any) -> list[tuple[str, int, int]]:
+    """(status, completion_tokens, charge) of all rows on disk, oldest first."""
+    path = gateway.services.home.folder / LEDGER_NAME
+    connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    try:
+        return connection.execute(
+            "SELECT status, completion_tokens, charge_nano_usd FROM requests ORDER BY sequence"
+        ).fetchall()
+    finally:
+        connection.close()
 
 
 def test_oversized_header_list_on_http2_harms_only_its_connection(gateway) -> None:

@@ -15,6 +15,8 @@ import pytest
 from gateway.api import completion_run
 from gateway.config import GatewayConfig, LimitsConfig, ServerConfig, StreamConfig
 from gateway.ledger.files import LEDGER_NAME
+from policies.contract.wire import Usage
+from policies.pricing import charge_nano_usd
 
 
 def body_of(script: dict[str, Any], **fields: Any) -> bytes:
@@ -88,6 +90,7 @@ def test_failure_before_the_first_byte_is_a_status(gateway, stream, code, status
     assert reply.status_code == status
     assert reply.json()["error"]["code"] == told
     assert reply.headers["x-should-retry"] == "true"
+    assert all(reply.json()["error"][part] for part in ("found", "allowed", "remedy"))
     assert "/secret/path" not in reply.text  # a node's words may hold paths
     assert ledger_rows(gateway)[0][:3] == ("failed", 0, 0)
 
@@ -118,14 +121,57 @@ def test_official_sdk_raises_on_the_terminal_event(gateway, ask) -> None:
             list(stream)
 
 
-def test_link_cut_before_the_first_token_is_retried_elsewhere(tmp_path, start) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_link_cut_before_the_first_token_is_retried_elsewhere(tmp_path, start, stream) -> None:
+    with start(tmp_path, nodes=2) as running, running.client() as client:
+        content = body_of({"say": "hello", "cut_after": 0, "cut_attempts": 1}, stream=stream)
+        reply = client.post("/v1/chat/completions", content=content)
+        assert reply.status_code == 200, reply.text
+        (first,) = [node for node in running.nodes.values() if node.served[0].submit.attempt == 1]
+        ((status, produced, charge, attempts),) = ledger_rows(running)
+        rates = running.services.prices.rates("tiny")
+        prompt = len(first.served[0].submit.prompt) // 4
+        assert (status, produced) == ("ok", 5)
+        assert charge == charge_nano_usd(Usage(prompt, 0, 5), rates)
+        assert json.loads(attempts) == [
+            {"attempt": 1, "node": first.node_id, "outcome": "failed"},
+        ]
+        assert reply.headers["x-kagari-node"] != first.node_id
+
+
+def test_link_cut_on_every_node_is_node_lost_and_free(tmp_path, start) -> None:
     with start(tmp_path, nodes=2) as running, running.client() as client:
         content = body_of({"say": "hello", "cut_after": 0})
         reply = client.post("/v1/chat/completions", content=content)
-        # Both nodes cut the link when asked, so the fleet runs out of places.
         assert reply.status_code == 502, reply.text
         assert reply.json()["error"]["code"] == "node_lost"
-        running.wait_idle()
+        assert [row[:3] for row in ledger_rows(running)] == [("failed", 0, 0)]
+
+
+def test_slow_reader_is_told_and_pays_for_what_was_produced(tmp_path, start) -> None:
+    """Else whoever stops reading for a moment near the end would have the answer for nothing."""
+    config = GatewayConfig(
+        server=ServerConfig(
+            port=0, link_port=0, admin_port=0, drain_s=0.5, send_buffer_bytes=16 << 10
+        ),
+        stream=StreamConfig(send_stall_s=20.0),
+    )
+    script = {"say": "s" * 1000, "times": 60, "first_s": 0.3, "step": 5, "delay_s": 0}
+    with start(tmp_path, config) as running:
+        with running.connect() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
+            sock.sendall(running.raw(body_of(script, stream=True)))
+            deadline = time.monotonic() + 15
+            while not (running.node.served and running.node.served[0].aborted):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            data = read_until(sock, b"\r\n0\r\n\r\n")
+        assert b'"code":"slow_reader"' in data
+        assert b"[DONE]" not in data
+        ((status, produced, charge, _),) = ledger_rows(running)
+        assert status == "client_left"
+        assert produced > 4096
+        assert charge > 0
 
 
 def test_link_cut_after_the_first_token_is_node_lost(gateway) -> None:
