@@ -10,8 +10,17 @@ from gateway.services import Services
 
 
 async def list_nodes(services: Services, exchange: Exchange) -> None:
-    nodes = [msgspec.to_builtins(node) for node in services.fleet.nodes()]
+    nodes = [named(node) for node in services.fleet.nodes()]
     await exchange.reply_json({"nodes": nodes})
+
+
+def named(value: object) -> object:
+    """A struct as a mapping, all the way down: on the wire fields are positional, here named."""
+    if isinstance(value, msgspec.Struct):
+        return {name: named(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, tuple):
+        return [named(item) for item in value]
+    return value
 
 
 async def drain(services: Services, exchange: Exchange) -> None:

@@ -69,6 +69,8 @@ def test_admin_lists_and_drains_nodes(gateway) -> None:
     ):
         (node,) = admin.get("/admin/v1/nodes").json()["nodes"]
         assert (node["node_id"], node["state"], node["role"]) == ("n1", "ready", "mixed")
+        (engine,) = node["engines"]
+        assert (engine["info"]["model"], engine["report"]["state"]) == ("tiny", "ready")
         assert admin.post("/admin/v1/nodes/n1/drain").json() == {"node_id": "n1", "draining": True}
         assert client.get("/v1/models").json()["data"] == []
         ready = client.get("/readyz")
