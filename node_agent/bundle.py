@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from node_agent.disk import write_atomically
 from node_agent.errors import NodeError
-from node_agent.gguf_metadata import read_gguf_metadata
+from node_agent.gguf import read_gguf
 from policies.contract.bundle import Bundle, decode_bundle, encode_bundle
 
 BUILDER_VERSION = 1  # part of the cache key: raise it when the same file gives another bundle
@@ -339,5 +339,5 @@ def _read_cached(target: Path) -> bytes | None:
 def _file_bundle(
     path: Path, *, context_tokens: int | None, page_size: int, labels: Sequence[str]
 ) -> Bundle:
-    values = read_gguf_metadata(path).values
+    values = read_gguf(path).metadata
     return gguf_bundle(values, context_tokens=context_tokens, page_size=page_size, labels=labels)

@@ -19,7 +19,7 @@ from node_agent.catalogue import (
     nearest,
 )
 from node_agent.errors import NodeError
-from node_agent.gguf_metadata import read_gguf_metadata
+from node_agent.gguf import read_gguf
 from node_agent.pull import Fetch, Progress, pip_fetch, pull
 from policies.contract.bundle import bundle_digest, decode_bundle, tokenizer_digest
 
@@ -179,7 +179,7 @@ def fingerprint_of(checkpoint: Checkpoint) -> str:
 def _text_digest(checkpoint: Checkpoint) -> str:
     """Names all that the bundle is made of."""
     if checkpoint.format == "gguf":
-        return read_gguf_metadata(checkpoint.path).digest
+        return read_gguf(checkpoint.path).digest
     digest = sha256()
     for name in (
         "config.json",

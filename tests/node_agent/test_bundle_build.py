@@ -16,7 +16,7 @@ from node_agent.bundle import folder_bundle, gguf_bundle, gguf_tokenizer, load_b
 from node_agent.catalogue import load_catalogue
 from node_agent.checkpoints import models_folder, prepare, resolve
 from node_agent.errors import NodeError
-from node_agent.gguf_metadata import read_gguf_metadata
+from node_agent.gguf import read_gguf
 from policies.contract.bundle import decode_bundle
 
 
@@ -31,7 +31,7 @@ def default_gguf() -> Path:
 
 @pytest.fixture(scope="module")
 def values() -> dict[str, object]:
-    return read_gguf_metadata(default_gguf()).values
+    return read_gguf(default_gguf()).metadata
 
 
 @pytest.fixture(scope="module")
@@ -361,7 +361,7 @@ def test_truncated_or_hostile_header_is_a_clear_error(tmp_path: Path, data: byte
     file = tmp_path / "bad.gguf"
     file.write_bytes(data)
     with pytest.raises(NodeError, match=r"checkpoint bad\.gguf") as caught:
-        read_gguf_metadata(file)
+        read_gguf(file)
     assert caught.value.remedy
 
 
@@ -374,7 +374,7 @@ def test_a_default_model_cut_in_its_header_is_refused(
     with default_gguf().open("rb") as source:
         file.write_bytes(source.read(cut))
     with pytest.raises(NodeError):
-        read_gguf_metadata(file)
+        read_gguf(file)
     file.unlink()
 
 
@@ -388,7 +388,7 @@ def test_scalars_and_arrays_are_read(tmp_path: Path) -> None:
             text(b"d") + struct.pack("<IIQ2f", 9, 6, 2, 0.5, 1.5),
         )
     )
-    assert read_gguf_metadata(file).values == {
+    assert read_gguf(file).metadata == {
         "a": -3,
         "b": True,
         "c": ["x", "é"],

@@ -1,16 +1,11 @@
-"""GGUF files of the Llama family: a bounded header parser and tensors in Hugging Face's layout.
-
-Format: github.com/ggml-org/ggml, docs/gguf.md, versions 2 and 3, little endian. Nothing that the
-header claims is believed before it is compared with the size of the file.
-"""
+"""GGUF files of the Llama family: tensors by Hugging Face's names, in its layout."""
 
 from __future__ import annotations
 
-import struct
-from array import array
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from engine.execute.weights.facts import (
     MAX_CONTEXT,
@@ -27,16 +22,10 @@ from engine.execute.weights.facts import (
     whole,
 )
 from engine.execute.weights.ggml_blocks import FORMATS, BlockFormat, unpack
+from engine.execute.weights.gguf_header import Header, TensorEntry, damaged, read_header
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-MAX_HEADER_BYTES = 256 << 20
-MAX_ENTRIES = 1 << 16
-MAX_NAME_BYTES = 1 << 12
-# GGUF value type → (array typecode, struct letter)
-NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
-BOOL, STRING, ARRAY = 7, 8, 9
 
 TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -57,12 +46,6 @@ LAYER_NAMES = {
 }
 
 
-def _damaged(field: str, found: object, allowed: str) -> CheckpointError:
-    return CheckpointError(
-        field, found=found, allowed=allowed, remedy="The file is damaged; fetch it again."
-    )
-
-
 def hf_name(name: str) -> str:
     """blk.3.attn_q.weight → model.layers.3.self_attn.q_proj.weight; unknown names stay."""
     if name in TOP_NAMES:
@@ -71,73 +54,6 @@ def hf_name(name: str) -> str:
     if len(parts) == 4 and parts[0] == "blk" and parts[2] in LAYER_NAMES:
         return f"model.layers.{parts[1]}.{LAYER_NAMES[parts[2]]}.{parts[3]}"
     return name
-
-
-class _Header:
-    """Reads the header's values in order; every length is checked against what is left."""
-
-    def __init__(self, file: BinaryIO, size: int) -> None:
-        self.file = file
-        self.limit = min(size, MAX_HEADER_BYTES)
-        self.at = 0
-
-    def take(self, count: int, field: str) -> bytes:
-        if count > self.limit - self.at:
-            raise _damaged(
-                field, f"{count} bytes at offset {self.at}", f"what fits in {self.limit} bytes"
-            )
-        data = self.file.read(count)
-        if len(data) != count:
-            raise _damaged(field, f"end of file at offset {self.at + len(data)}", "a whole header")
-        self.at += count
-        return data
-
-    def number(self, letter: str, field: str) -> int | float:
-        (value,) = struct.unpack(f"<{letter}", self.take(struct.calcsize(f"<{letter}"), field))
-        return value
-
-    def count(self, letter: str, field: str, most: int) -> int:
-        value = self.number(letter, field)
-        assert isinstance(value, int)
-        if value > most:
-            raise _damaged(field, value, f"at most {most}")
-        return value
-
-    def string(self, field: str, most: int = MAX_HEADER_BYTES) -> str:
-        data = self.take(self.count("Q", field, most), field)
-        return data.decode("utf-8", "replace")
-
-    def name(self, field: str) -> str:
-        name = self.string(field, MAX_NAME_BYTES)
-        if not name:
-            raise _damaged(field, "an empty name", f"1 to {MAX_NAME_BYTES} bytes")
-        return name
-
-    def value(self, kind: int, field: str) -> object:
-        if kind == STRING:
-            return self.string(field)
-        if kind == BOOL:
-            return self.number("B", field) != 0
-        if kind in NUMBERS:
-            return self.number(NUMBERS[kind], field)
-        if kind == ARRAY:
-            return self._array(field)
-        raise _damaged(field, f"value type {kind}", "a type of GGUF version 3 (0 to 12)")
-
-    def _array(self, field: str) -> object:
-        kind = self.count("I", field, 1 << 31)
-        count = self.count("Q", field, self.limit)
-        if kind in NUMBERS:
-            numbers = array(NUMBERS[kind])
-            numbers.frombytes(self.take(count * numbers.itemsize, field))
-            return numbers.tolist()
-        if kind == BOOL:
-            return [byte != 0 for byte in self.take(count, field)]
-        if kind != STRING:
-            raise _damaged(field, f"array of type {kind}", "an array of numbers or strings")
-        if count * 8 > self.limit - self.at:
-            raise _damaged(field, f"{count} strings", f"what fits in {self.limit} bytes")
-        return [self.string(field) for _ in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,76 +67,34 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        size = path.stat().st_size
-        self.metadata: dict[str, object] = {}
         self.tensors: dict[str, TensorInfo] = {}
         self._places: dict[str, _Place] = {}
-        with path.open("rb") as file:
-            header = _Header(file, size)
-            self._parse(header, size)
-            file.seek(0)
-            head = file.read(header.at)
+        header = read_header(path)
+        self.metadata = header.metadata
+        self._place(header)
         self.config = _llama_config(self.metadata, self.tensors)
         check_llama(self.config, self.tensors, path)
-        self.weights_digest = digest_of(self.tensors, [(size, head)])
+        self.weights_digest = digest_of(self.tensors, [(header.file_bytes, header.head)])
         self.precision = main_precision(self.tensors)
 
-    def _parse(self, header: _Header, size: int) -> None:
-        magic = header.take(4, "magic")
-        if magic != b"GGUF":
-            raise _damaged("magic", repr(magic), "b'GGUF'")
-        version = header.number("I", "version")
-        if version not in (2, 3):
-            raise CheckpointError(
-                "version",
-                found=version,
-                allowed="2 or 3, little endian",
-                remedy="Convert the file with a current gguf tool.",
-            )
-        num_tensors = header.count("Q", "tensor_count", MAX_ENTRIES)
-        num_entries = header.count("Q", "metadata_kv_count", MAX_ENTRIES)
-        for _ in range(num_entries):
-            key = header.name("metadata key")
-            kind = header.count("I", key, 1 << 31)
-            self.metadata[key] = header.value(kind, key)
-        found = [self._tensor(header) for _ in range(num_tensors)]
+    def _place(self, header: Header) -> None:
         alignment = whole(
             "general.alignment", self.metadata.get("general.alignment"), high=1 << 20, default=32
         )
-        start = -(-header.at // alignment) * alignment
-        for name, shape, form, offset in found:
-            num_bytes = form.num_bytes
-            for extent in shape:
-                num_bytes *= extent
-            num_bytes //= form.weights
-            if offset % alignment or start + offset + num_bytes > size:
-                raise _damaged(
+        start = -(-len(header.head) // alignment) * alignment
+        for entry in header.tensors:
+            name, form = hf_name(entry.name), _form(entry)
+            num_bytes = math.prod(entry.shape) * form.num_bytes // form.weights
+            if entry.offset % alignment or start + entry.offset + num_bytes > header.file_bytes:
+                raise damaged(
                     name,
-                    f"{num_bytes} bytes at offset {start + offset} of {size}",
+                    f"{num_bytes} bytes at offset {start + entry.offset} of {header.file_bytes}",
                     f"an aligned place inside the file ({alignment} bytes)",
                 )
             if name in self.tensors:
-                raise _damaged(name, "the name twice", "each tensor once")
-            self.tensors[name] = TensorInfo(shape, form.name, num_bytes)
-            self._places[name] = _Place(start + offset, form)
-
-    def _tensor(self, header: _Header) -> tuple[str, tuple[int, ...], BlockFormat, int]:
-        name = hf_name(header.name("tensor name"))
-        num_dims = header.count("I", name, 4)
-        shape = tuple(header.count("Q", name, 1 << 40) for _ in range(num_dims))[::-1]
-        kind = header.count("I", name, 1 << 31)
-        offset = header.count("Q", name, 1 << 62)
-        form = FORMATS.get(kind)
-        if form is None:
-            raise CheckpointError(
-                name,
-                found=f"GGML type {kind}",
-                allowed=", ".join(known.name for known in FORMATS.values()),
-                remedy="Take a file with another quantisation of this model, e.g. Q8_0.",
-            )
-        if not shape or min(shape) < 1 or shape[-1] % form.weights:
-            raise _damaged(name, f"shape {list(shape)}", f"rows of {form.weights} × n {form.name}")
-        return name, shape, form, offset
+                raise damaged(name, "the name twice", "each tensor once")
+            self.tensors[name] = TensorInfo(entry.shape, form.name, num_bytes)
+            self._places[name] = _Place(start + entry.offset, form)
 
     def read(self, name: str) -> Tensor:
         """See facts.Checkpoint.read; q and k rows in Hugging Face's order (halves, not pairs)."""
@@ -232,7 +106,7 @@ class GgufCheckpoint:
             file.seek(place.offset)
             got = file.readinto(memoryview(data.numpy()))  # type: ignore[arg-type]
         if got != info.num_bytes:
-            raise _damaged(name, f"{got} bytes", f"{info.num_bytes} bytes")
+            raise damaged(name, f"{got} bytes", f"{info.num_bytes} bytes")
         weights = unpack(place.form, data).view(info.shape)
         heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}
         for part, count in heads.items():
@@ -240,6 +114,22 @@ class GgufCheckpoint:
                 pairs = weights.view(count, self.config.head_dim // 2, 2, -1)
                 weights = pairs.transpose(1, 2).reshape(info.shape)
         return weights
+
+
+def _form(entry: TensorEntry) -> BlockFormat:
+    form = FORMATS.get(entry.kind)
+    if form is None:
+        raise CheckpointError(
+            entry.name,
+            found=f"GGML type {entry.kind}",
+            allowed=", ".join(known.name for known in FORMATS.values()),
+            remedy="Take a file with another quantisation of this model, e.g. Q8_0.",
+        )
+    if not entry.shape or min(entry.shape) < 1 or entry.shape[-1] % form.weights:
+        raise damaged(
+            entry.name, f"shape {list(entry.shape)}", f"rows of {form.weights} × n {form.name}"
+        )
+    return form
 
 
 def _llama_config(metadata: dict[str, object], tensors: dict[str, TensorInfo]) -> ModelConfig:
