@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import socket
 import sys
 import time
@@ -160,7 +161,7 @@ def _load_script(config: EngineConfig) -> Loaded:
 
 
 def _load_model(config: EngineConfig) -> Loaded:
-    from engine.warmup import measure_prefill
+    from engine.warmup import measure_prefill, work_clock
 
     # Late, because it imports torch: a scripted engine starts without it.
     module = importlib.import_module("engine.execute.runner")
@@ -181,7 +182,10 @@ def _load_model(config: EngineConfig) -> Loaded:
         raise CannotLoad(str(error)) from error
     _report_progress("measure", 0.0)
     schedule = _schedule_config(config, runner.context_tokens, None)
-    rate = measure_prefill(runner, schedule, time.monotonic)
+    is_cpu = module.choose_device(config.device).type == "cpu"
+    threads = config.threads or len(os.sched_getaffinity(0))
+    clock = work_clock(threads) if is_cpu else time.monotonic
+    rate = measure_prefill(runner, schedule, clock)
     _report_progress("measure", 1.0)
     return Loaded(
         runner=runner,

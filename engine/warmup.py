@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable
 
@@ -12,7 +13,16 @@ from engine.schedule.sequence import NewSequence
 from policies.contract.page_keys import KEY_BYTES
 from policies.contract.wire import Sampling
 
-_ROUNDS = 3  # the best counts: engines that load side by side would measure each other
+_ROUNDS = 3  # the best counts
+
+
+def work_clock(threads: int) -> Callable[[], float]:
+    """Seconds that each of an engine's threads has computed, for a rate that busy cores do not cut.
+
+    A rate measured too low in a busy moment keeps work away from a node, and so stays: only work
+    corrects it.
+    """
+    return lambda: time.process_time() / threads
 
 
 def measure_prefill(runner: Runner, config: ScheduleConfig, clock: Callable[[], float]) -> float:

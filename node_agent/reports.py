@@ -21,7 +21,7 @@ from policies.contract.wire import (
 )
 
 MAX_UNACKNOWLEDGED = 10_000
-MAX_EVENTS_A_FRAME = 16_384  # about 400 KB, so that a snapshot does not hold up token frames
+MAX_EVENTS_A_FRAME = 4096  # about 100 KB: more would hold the gateway's loop beyond 2 ms
 RESEND_S = 3.0  # an unacknowledged usage on an open link is sent again after this long
 
 

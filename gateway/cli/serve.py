@@ -35,7 +35,7 @@ from gateway.cli.serve_plan import (
     plan_serve,
     require_free_port,
 )
-from gateway.cli.stages import StageScreen, read_stage
+from gateway.cli.stages import Fault, StageScreen, read_fault, read_stage
 
 START_S = 600.0  # the first start may fetch a model
 DRAIN_S = 20.0
@@ -56,6 +56,7 @@ class Serve:
         self._api = Server(plan.api_url, secret)
         self._screen = StageScreen(console, read_last_start(home))
         self._children: dict[str, Child] = {}
+        self._faults: dict[str, Fault] = {}  # of each child, the last it told
         self._restart_at: dict[str, float] = {}
         self._restarts: dict[str, int] = {}
         self._selector = selectors.DefaultSelector()
@@ -80,7 +81,7 @@ class Serve:
                 if time.monotonic() - began > START_S:
                     raise self._too_slow()
                 for child in self._watch(ASK_EVERY_S):
-                    raise ended_early(child)
+                    raise ended_early(child, self._faults.get(child.name))
         finally:
             self._screen.end()
         write_last_start(self._home, time.monotonic() - began)
@@ -91,7 +92,7 @@ class Serve:
         while not self._signals:
             for child in self._watch(0.5):
                 if child.name == self._plan.gateway.name:
-                    raise ended_early(child)
+                    raise ended_early(child, self._faults.get(child.name))
                 self._plan_restart(child)
             self._restart_due()
 
@@ -177,6 +178,8 @@ class Serve:
                 stage = read_stage(line)
                 if stage is not None:
                     self._screen.show(child.name, stage)
+                elif (fault := read_fault(line)) is not None:
+                    self._faults[child.name] = fault
         return ended
 
     def _is_serving(self) -> bool:
@@ -221,7 +224,16 @@ class Serve:
         )
 
 
-def ended_early(child: Child) -> Problem:
+def ended_early(child: Child, fault: Fault | None) -> Problem:
+    """What the child itself said of its end, else what its log ends with."""
+    if fault is not None:
+        return Problem(
+            f"{child.name}: {fault.field}",
+            found=fault.found,
+            allowed=fault.allowed,
+            remedy=fault.remedy,
+            exit_code=FAILED,
+        )
     words = child.last_words().replace("\n", "\n    ")
     return Problem(
         child.name,

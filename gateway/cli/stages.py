@@ -35,6 +35,26 @@ def read_stage(line: bytes) -> Stage | None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a process cannot go on: its own four parts, {"event": "error", "error": {…}}."""
+
+    field: str
+    found: str
+    allowed: str
+    remedy: str
+
+
+def read_fault(line: bytes) -> Fault | None:
+    """The fault in this line of a child's stdout; None when it is something else."""
+    try:
+        value: Any = json.loads(line)
+        error = value["error"] if value["event"] == "error" else {}
+        return Fault(**{name: str(error[name]) for name in Fault.__slots__})
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
 class StageScreen:
     """Prints finished stages as lines; on a terminal a spinner says what is still awaited."""
 

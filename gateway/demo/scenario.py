@@ -12,10 +12,14 @@ from dataclasses import dataclass, field
 NUM_AGENTS = 4
 NUM_TURNS = 5
 COMPLETION_TOKENS = 8
-# Up to three agents' conversations fit beside the shared prefix; four do not.
-POOL_TOKENS = 6912
+# Two agents' conversations (28 pages each at their end) fit beside the shared prefix (40 pages),
+# with some room; four do not.
+POOL_TOKENS = 108 * 64
 
-VERBS = ("read", "write", "search", "list", "move", "copy", "compare", "format", "check", "build")
+VERBS = (
+    *("read", "write", "search", "list", "move", "copy"),
+    *("compare", "format", "check", "build", "rename"),
+)
 NOUNS = ("file", "folder", "branch", "commit", "test")
 AGENTS = ("harbour", "lantern", "anchor", "compass")
 AREAS = ("parser", "scheduler", "storage", "network")
@@ -24,7 +28,7 @@ Message = dict[str, str]
 
 
 def system_prompt() -> str:
-    """About 2,500 tokens: who the agent is, and its tools."""
+    """A little over 2,500 tokens: who the agent is, and its tools."""
     lines = [
         "You are a careful coding agent in a shared repository. You work in small steps, you read",
         "before you write, and you answer in one short sentence. You never guess a path, you say",
@@ -48,7 +52,7 @@ def first_file(agent: int) -> str:
     lines += [
         f"def {verb}_{noun}({area}, {name}): return {area}.{verb}({name}.{noun}, "
         f"owner={name!r})  # {verb} the {noun} for the {area}"
-        for verb in VERBS
+        for verb in VERBS[:10]
         for noun in NOUNS[:4]
     ]
     return "\n".join(lines)

@@ -32,8 +32,7 @@ from gateway.ledger.files import LEDGER_NAME
 from gateway.ledger.usage import RequestLine, requests, usage_by
 
 MODEL = "smollm2-135m"
-AT_ONCE = 2  # agents that wait for an answer at the same time
-STAGGER_S = 0.1
+STAGGER_S = 0.03  # the first is placed before the second comes, and all before a chunk is computed
 STEP_TOKENS = 256  # short steps, so that an engine on a busy machine still reports in time
 SETTLED_S = 2.0
 
@@ -154,35 +153,48 @@ def started(home: Path, environment: dict[str, str]) -> Stack:
 
 
 def conversations(stack: Stack, routing: str, screen: Screen) -> list[Turn]:
-    """All turns of all agents, AT_ONCE at a time, in an order that shifts from turn to turn."""
+    """All turns of all agents: in each all ask together, in an order that shifts from turn to turn.
+
+    Together, because a second prompt that shares a prefix is sent behind the first unless its node
+    has much to do: agents that come one by one would share one node.
+    """
     agents = [Conversation(agent) for agent in range(NUM_AGENTS)]
     title = {
         ROUND_ROBIN: "Before: nodes in turn, no session header",
         AFFINITY: "After: x-session-affinity, and nodes chosen by what they hold",
     }[routing]
+    screen.say("\n" + measured(stack))
     turns: list[Turn] = []
-    with screen.turns(title), ThreadPoolExecutor(AT_ONCE) as pool:
+    with screen.turns(title), ThreadPoolExecutor(NUM_AGENTS) as pool:
         for turn in range(1, NUM_TURNS + 1):
-            order = turn_order(turn)
-            for start in range(0, NUM_AGENTS, AT_ONCE):
-                pair = [agents[agent] for agent in order[start : start + AT_ONCE]]
-                waiting = []
-                for conversation in pair:
-                    messages = list(conversation.ask(turn))
-                    header = routing == AFFINITY
-                    waiting.append(pool.submit(ask, stack, conversation, messages, header))
-                    time.sleep(STAGGER_S)  # the first is placed before the second comes
-                try:
-                    replies = [future.result(timeout=300) for future in waiting]
-                except (StreamFailed, HttpError, OSError) as error:
-                    raise StackFailed(f"{error}\n    {stack.warnings()}") from error
-                charges = charges_of(stack.home / LEDGER_NAME, replies)
-                for conversation, reply in zip(pair, replies, strict=True):
-                    conversation.hear(reply.text)
-                    done = Turn(routing, conversation.name, turn, reply, charges[reply.request_id])
-                    turns.append(done)
-                    screen.turn(done)
+            order = [agents[agent] for agent in turn_order(turn)]
+            waiting = []
+            for conversation in order:
+                messages = list(conversation.ask(turn))
+                header = routing == AFFINITY
+                waiting.append(pool.submit(ask, stack, conversation, messages, header))
+                time.sleep(STAGGER_S)
+            try:
+                replies = [future.result(timeout=300) for future in waiting]
+            except (StreamFailed, HttpError, OSError) as error:
+                raise StackFailed(f"{error}\n    {stack.warnings()}") from error
+            charges = charges_of(stack.home / LEDGER_NAME, replies)
+            for conversation, reply in zip(order, replies, strict=True):
+                conversation.hear(reply.text)
+                done = Turn(routing, conversation.name, turn, reply, charges[reply.request_id])
+                turns.append(done)
+                screen.turn(done)
     return turns
+
+
+def measured(stack: Stack) -> str:
+    """The rates by which prompts are placed."""
+    rates = {
+        node["node_id"]: node["engines"][0]["info"]["prefill_tokens_per_s"]
+        for node in stack.nodes()
+    }
+    told = (f"{node} {rate:,.0f}" for node, rate in sorted(rates.items()))
+    return "prefill tokens/s at the start: " + ", ".join(told)
 
 
 def ask(

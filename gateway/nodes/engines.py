@@ -12,7 +12,7 @@ MAX_KEYS = 2_000_000
 
 
 class Engine:
-    """The load book counts uncached prompt tokens that this gateway sent and that have not begun.
+    """The load book counts uncached prompt tokens of streams that await their first token here.
 
     A report knows other gateways' work too, but is up to a second old: the backlog is the greater
     of our own book and of what was reported corrected by what we did since.
@@ -23,10 +23,10 @@ class Engine:
         self.report: EngineReport | None = None
         self.residency = Residency(min(MAX_KEYS, max(1, info.num_pages) * KEYS_PER_PAGE))
         self.resync_asked = False
-        self.outstanding_tokens = 0  # ours, not begun
+        self.outstanding_tokens = 0  # ours, without a first token
         self._reports = 0
-        self._reported_tokens = 0  # by the last report, less ours that began since
-        self._fresh_tokens = 0  # ours, sent since the last report, not begun
+        self._reported_tokens = 0  # by the last report, less ours that were answered since
+        self._fresh_tokens = 0  # ours, sent since the last report, without a first token
 
     @property
     def ready(self) -> bool:
@@ -57,8 +57,13 @@ class Engine:
         self.outstanding_tokens += tokens
         self._fresh_tokens += tokens
 
+    def computed(self, flow: Flow) -> None:
+        """The flow's first token came: Started comes after a chunk, this after the whole prompt."""
+        self.release(flow)
+        self.residency.expect(flow.keys)
+
     def release(self, flow: Flow) -> None:
-        """The flow began or ended: its tokens no longer wait. Idempotent."""
+        """The flow's prompt is no work now: it was computed, or the flow ended. Idempotent."""
         tokens, flow.credit = flow.credit, 0
         if tokens == 0:
             return

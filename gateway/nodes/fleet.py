@@ -301,10 +301,7 @@ class Fleet:
             return
         for rare in step.rare:
             if isinstance(rare, wire.Started):
-                flow = session.started(rare)
-                if flow is not None and flow.engine is not None:
-                    flow.engine.release(flow)
-                    flow.engine.residency.expect(flow.keys)
+                session.started(rare)
         for flow in session.wake(session.on_step(step)):
             if flow.end is not None:  # a lane may come twice in a frame
                 continue
@@ -315,15 +312,14 @@ class Fleet:
         for rare in step.rare:
             match rare:
                 case Finished():
-                    flow = session.ended(rare)
-                    if flow is not None:
-                        self._end(flow, rare)
+                    if (ended := session.ended(rare)) is not None:
+                        self._end(ended, rare)
                 case Failed(_, code, message):
-                    flow = session.ended(rare)
-                    if flow is not None and code in RETRYABLE:
-                        self._fault(flow, code, message, self._clock())
-                    elif flow is not None:
-                        self._end(flow, rare)
+                    ended = session.ended(rare)
+                    if ended is not None and code in RETRYABLE:
+                        self._fault(ended, code, message, self._clock())
+                    elif ended is not None:
+                        self._end(ended, rare)
 
     def _on_engines_changed(
         self, node: Node, session: Session, engines: tuple[EngineInfo, ...]

@@ -93,6 +93,8 @@ class Session:
                 others.append(flow)
             else:
                 first.append(flow)
+                if flow.engine is not None:
+                    flow.engine.computed(flow)
             flow.produced += 1
         if others:
             start = step.step % len(others)
@@ -112,14 +114,12 @@ class Session:
                 waiter.set_result(None)
         return behind
 
-    def started(self, event: Started) -> Flow | None:
+    def started(self, event: Started) -> None:
         flow = self.live.get(event.lane)
-        if flow is None:
-            return None
-        flow.cached_tokens = event.cached_tokens
-        flow.queue_s = event.queue_s
-        flow.tier = event.tier
-        return flow
+        if flow is not None:
+            flow.cached_tokens = event.cached_tokens
+            flow.queue_s = event.queue_s
+            flow.tier = event.tier
 
     def ended(self, event: Finished | Failed) -> Flow | None:
         """The node's terminal event: the lane is free. Returns the flow if it was still live."""

@@ -51,9 +51,9 @@ def test_affinity_holds_with_a_clear_margin_and_agents_at_home() -> None:
 
 @pytest.mark.parametrize(
     ("cached_after", "node_of"),
-    [(350, at_home), (800, in_turn), (200, at_home)],
+    [(350, at_home), (800, in_turn), (200, at_home), (800, lambda agent, turn: "n1")],
 )
-def test_affinity_fails_without_margin_or_home(
+def test_affinity_fails_without_margin_or_home_or_on_one_node(
     cached_after: int, node_of: Callable[[int, int], str]
 ) -> None:
     assert not affinity_act(turns("rr", 300, in_turn), turns("x", cached_after, node_of)).ok

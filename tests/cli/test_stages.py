@@ -9,7 +9,7 @@ from rich.console import Console
 
 from gateway.cli.loading import read_loading
 from gateway.cli.models import read_progress
-from gateway.cli.stages import Stage, StageScreen, read_stage
+from gateway.cli.stages import Fault, Stage, StageScreen, read_fault, read_stage
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,25 @@ from gateway.cli.stages import Stage, StageScreen, read_stage
 )
 def test_read_stage(line: bytes, stage: Stage | None) -> None:
     assert read_stage(line) == stage
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        (
+            b'{"event": "error", "error": {"field": "--model x", "found": "no such model",'
+            b' "allowed": "y", "remedy": "name y", "more": 1}}',
+            Fault("--model x", "no such model", "y", "name y"),
+        ),
+        (b'{"event": "error", "error": {"field": "--model x"}}', None),
+        (b'{"event": "error", "error": "no"}', None),
+        (b'{"event": "ready", "error": {}}', None),
+        (b"[1, 2]", None),
+        (b"", None),
+    ],
+)
+def test_read_fault(line: bytes, fault: Fault | None) -> None:
+    assert read_fault(line) == fault
 
 
 def test_a_stage_is_shown_with_its_seconds_and_not_as_markup() -> None:

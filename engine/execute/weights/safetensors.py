@@ -100,7 +100,7 @@ class FolderCheckpoint:
                 continue
             if name in self.tensors:
                 raise _damaged(name, "the name twice", "each tensor once")
-            info, begin, dtype = _entry(name, entry, data_bytes)
+            info, begin, dtype = _entry(f"{path.name} {name}", entry, data_bytes)
             self.tensors[name] = info
             self._places[name] = _Place(path, 8 + length + begin, dtype)
         return size, head

@@ -259,6 +259,23 @@ def test_a_report_does_not_count_our_own_work_twice() -> None:
     assert gateway.nodes()[0].engines[0].backlog_tokens == 500
 
 
+def test_a_long_prompt_is_backlog_until_its_first_token() -> None:
+    """Started comes after the first chunk. Dropped there, the rest looked like idleness, and like
+    pages, until the next report: the next long prompt was sent behind it."""
+    node = FakeNode(gateway := fleet(), "n1").join()
+    stream = gateway.dispatch(request(1, tokens=4000))
+    (lane,) = node.lanes()
+    node.step([], rare=[wire.Started(lane, 0)])
+    assert gateway.nodes()[0].engines[0].backlog_tokens == 4000
+    node.report(uncached_tokens=3488)
+    assert gateway.nodes()[0].engines[0].backlog_tokens == 4000
+    assert gateway.nodes()[0].engines[0].resident_pages == 0
+    node.step([lane])
+    view = gateway.nodes()[0].engines[0]
+    assert (view.outstanding_tokens, view.resident_pages) == (0, 4000 // 64)
+    stream.abort()
+
+
 def test_full_nodes_refuse_with_a_time() -> None:
     gateway = fleet(max_in_flight=2)
     node = FakeNode(gateway, "n1").join()
