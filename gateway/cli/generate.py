@@ -14,9 +14,9 @@ import struct
 import subprocess
 import sys
 from array import array
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,6 +59,7 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text, no chat form.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the engine.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cuda or cpu.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One object, at the end.")] = False,
 ) -> None:
     """Stream the model's answer to TEXT on stdout."""
     spec, bundle_path = describe_model(model)
@@ -87,7 +88,23 @@ def generate(
     )
     with running_engine(spec, flags) as (ours, loading):
         submit = submission(prompt, sampling)
-        asyncio.run(stream(ours, submit, text_model.output(()), loading))
+        write = (lambda piece: None) if as_json else write_now
+        answer = asyncio.run(stream(ours, submit, text_model.output(()), loading, write))
+    if as_json:
+        sys.stdout.write(json.dumps({"model": spec["name"], **asdict(answer)}) + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    text: str
+    finish_reason: wire.FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+
+
+def write_now(piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()
 
 
 def describe_model(name: str) -> tuple[dict[str, Any], Path]:
@@ -123,21 +140,30 @@ def submission(prompt: array[int], sampling: wire.Sampling) -> wire.Submit:
 
 
 async def stream(
-    ours: socket.socket, submit: wire.Submit, output: OutputText, loading: LoadingLine
-) -> None:
-    """Ask, and print text as it comes. Raises Problem when the engine ends on the way."""
+    ours: socket.socket,
+    submit: wire.Submit,
+    output: OutputText,
+    loading: LoadingLine,
+    write: Callable[[str], None],
+) -> Answer:
+    """Ask, and write text as it comes. Raises Problem when the engine ends on the way."""
     reader, writer = await asyncio.open_connection(sock=ours)
     frames = EngineFrames(reader, writer)
     try:
         await frames.wait_until_up()
         loading.loaded()
         await frames.send(submit)
+        pieces: list[str] = []
         async for tokens in frames.tokens():
-            sys.stdout.write(output.push(tokens))
-            sys.stdout.flush()
-        sys.stdout.write(output.flush() + "\n")
+            pieces.append(output.push(tokens))
+            write(pieces[-1])
+        pieces.append(output.flush())
+        write(pieces[-1] + "\n")
     finally:
         writer.close()
+    end = frames.end
+    assert end is not None, "tokens() ends with it or raises"
+    return Answer("".join(pieces), end.reason, end.usage.prompt_tokens, end.usage.completion_tokens)
 
 
 class EngineFrames:
@@ -146,6 +172,7 @@ class EngineFrames:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self.end: wire.Finished | None = None
 
     async def send(self, message: wire.AgentToEngine) -> None:
         data = wire.encode(message)
@@ -187,6 +214,7 @@ class EngineFrames:
                             exit_code=FAILED,
                         )
                     if isinstance(rare, wire.Finished):
+                        self.end = rare
                         return
 
 

@@ -43,6 +43,21 @@ def test_the_capital_of_france(stack: Stack, client: openai.OpenAI, balanced: Ba
     assert balanced(stack)[-1]["status"] == "ok"
 
 
+def test_generate_speaks_to_an_engine_without_a_gateway() -> None:
+    ask = ("engine", "generate", "smollm2-135m", "What is the capital of France?")
+    command = python_module("gateway.cli.main", *ask, "--max-tokens", "16")
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert shown.returncode == 0, shown.stderr
+    told = subprocess.run(
+        [*command, "--json"], capture_output=True, text=True, timeout=120, check=False
+    )
+    answer = json.loads(told.stdout)
+    assert answer["text"] + "\n" == shown.stdout
+    assert "Paris" in answer["text"]
+    assert (answer["model"], answer["finish_reason"]) == ("smollm2-135m", "stop")
+    assert answer["completion_tokens"] <= 16 < answer["prompt_tokens"]
+
+
 def test_the_second_turn_is_cached_on_the_same_node_and_charged_by_the_formula(
     stack: Stack, client: openai.OpenAI, balanced: Balanced
 ) -> None:
