@@ -8,25 +8,35 @@ What Hypercorn 0.18 does by itself and what is added here:
   refuses late pieces of a body, paths that are not ASCII and CONNECT alone;
 - an HTTP/2 stream whose reader gives no window is buffered without a bound: `_Buffer` holds the
   writer back;
+- a request costs two tasks for the idle time of its connection and three writes for its answer, and
+  a connection that its client closed while idle stays open for the whole idle time: `_Connection`
+  and `_Http1`;
 - a TCP half-close counts as leaving; a second pipelined request hides the leaving until the next
   write; both are Hypercorn's and hold.
 """
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import h2.errors
 import h2.events
 import h2.exceptions
+import h11
+import hypercorn.asyncio.run
 import hypercorn.protocol
 import hypercorn.protocol.h2
 import hyperframe.exceptions
 from hypercorn.asyncio import serve as hypercorn_serve
+from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.config import Config
-from hypercorn.events import Closed
+from hypercorn.events import Closed, Event, RawData, Updated
+from hypercorn.protocol.events import Event as StreamEvent
+from hypercorn.protocol.events import StreamClosed
 from hypercorn.protocol.h2 import (
     BUFFER_HIGH_WATER,
     BUFFER_LOW_WATER,
@@ -34,6 +44,8 @@ from hypercorn.protocol.h2 import (
     H2Protocol,
     StreamBuffer,
 )
+from hypercorn.protocol.h11 import H11Protocol
+from hypercorn.typing import H11SendableEvent
 from starlette.types import ASGIApp
 
 from gateway.config import ServerConfig
@@ -83,7 +95,7 @@ async def serve(
     stop: Callable[[], Awaitable[object]],
 ) -> None:
     """Serve until stop() returns, then finish what runs for at most drain_s."""
-    settings = Config()
+    settings = _Settings()
     settings.bind = [f"fd://{listener.socket.detach()}"]
     settings.errorlog = None  # the application logs its own failures, without headers or bodies
     settings.accesslog = None
@@ -96,6 +108,81 @@ async def serve(
     settings.h2_max_header_list_size = H2_HEADER_BYTES
     settings.h11_max_incomplete_size = H1_HEADER_BYTES
     await hypercorn_serve(app, settings, shutdown_trigger=stop, mode="asgi")  # type: ignore[arg-type]
+
+
+class _Settings(Config):
+    """Hypercorn's, whose date header is made once a second and not once an answer."""
+
+    _headers: tuple[int, list[tuple[bytes, bytes]]] = (0, [])
+
+    def response_headers(self, protocol: str) -> list[tuple[bytes, bytes]]:
+        second = int(time.time())
+        if self._headers[0] != second:
+            self._headers = (second, super().response_headers(protocol))
+        return self._headers[1]
+
+
+class _Connection(TCPServer):
+    """Hypercorn's connection with one task for its idle time, from its first byte to its last."""
+
+    _idle_until: float | None  # on the loop's clock; None while a request runs
+
+    async def run(self) -> None:
+        self._idle_until = self.loop.time() + self.config.keep_alive_timeout
+        await super().run()
+
+    async def protocol_send(self, event: Event) -> None:
+        if not isinstance(event, Updated):
+            await super().protocol_send(event)
+        elif not event.idle:
+            self._idle_until = None
+        else:
+            self._idle_until = self.loop.time() + self.config.keep_alive_timeout
+            if self.context.terminated.is_set():  # its last request: the connection ends now
+                await self.idle_task.restart(self._task_group, self._idle_timeout)
+
+    async def _read_data(self) -> None:
+        await super()._read_data()
+        await self.idle_task.stop()  # the client closed; what runs for it learns that by itself
+
+    async def _idle_timeout(self) -> None:
+        while not self.context.terminated.is_set():
+            now = self.loop.time()
+            until = self._idle_until
+            if until is not None and until <= now:
+                break
+            wait_s = self.config.keep_alive_timeout if until is None else until - now
+            try:
+                await asyncio.wait_for(self.context.terminated.wait(), wait_s)
+            except TimeoutError:
+                continue
+        if self._idle_until is not None:
+            await asyncio.shield(self._initiate_server_close())
+
+
+class _Http1(H11Protocol):
+    """Hypercorn's HTTP/1.1 with the head of an answer in one write with what comes after it."""
+
+    _head = b""
+
+    async def stream_send(self, event: StreamEvent) -> None:
+        if isinstance(event, StreamClosed) and self._head:  # a handler that broke off after it
+            head, self._head = self._head, b""
+            await self.send(RawData(data=head))
+        await super().stream_send(event)
+
+    async def _send_h11_event(self, event: H11SendableEvent) -> None:
+        try:
+            data = self.connection.send(event)
+        except h11.LocalProtocolError:
+            if self.connection.their_state != h11.ERROR:
+                raise
+            return
+        if isinstance(event, h11.Response):
+            self._head = data
+        elif data or self._head:  # the end of an answer of known length has no bytes
+            head, self._head = self._head, b""
+            await self.send(RawData(data=head + data))
 
 
 class _Http2(H2Protocol):
@@ -174,6 +261,8 @@ class _Buffer(StreamBuffer):
         return data
 
 
-# Hypercorn looks both classes up in these modules for every connection and stream.
+# Hypercorn looks these classes up in these modules for every connection and stream.
+setattr(hypercorn.asyncio.run, "TCPServer", _Connection)  # noqa: B010  # as below
+setattr(hypercorn.protocol, "H11Protocol", _Http1)  # noqa: B010
 setattr(hypercorn.protocol, "H2Protocol", _Http2)  # noqa: B010  # an assignment is a type error
 setattr(hypercorn.protocol.h2, "StreamBuffer", _Buffer)  # noqa: B010
