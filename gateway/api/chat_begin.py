@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
+import os
 from array import array
 
 from gateway.api.chat_request import ChatRequest
@@ -69,7 +69,7 @@ async def begin(
                 top_p=request.top_p,
                 top_k=request.top_k,
                 min_p=request.min_p,
-                seed=secrets.randbits(63) if request.seed is None else request.seed,
+                seed=_any_seed() if request.seed is None else request.seed,
                 stop_token_ids=tuple(text.stop_token_ids),
             ),
             deadline_s=services.config.limits.request_deadline_s,
@@ -104,6 +104,11 @@ async def begin(
         run.close(client_left=exchange.client_left)
         raise
     return run
+
+
+def _any_seed() -> int:
+    """63 random bits."""
+    return int.from_bytes(os.urandom(8)) >> 1
 
 
 def _dispatch(fleet: Fleet, dispatch: Dispatch) -> Stream:
