@@ -114,7 +114,7 @@ def redact(_logger: object, _method: str, event: MutableMapping[str, object]) ->
         name: REDACTED
         if _names_a_secret(name)
         else _SECRET_TEXT.sub(REDACTED, value)
-        if isinstance(value, str)
+        if isinstance(value, str) and not value.isalnum()  # a secret's shape has a dash or a space
         else value
         for name, value in event.items()
     }

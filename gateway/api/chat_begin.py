@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from array import array
 
 from gateway.api.chat_request import ChatRequest
 from gateway.api.completion_run import CompletionRun
-from gateway.api.exchange import Exchange
+from gateway.api.exchange import Exchange, dice
 from gateway.api.models import find_model, window_of
 from gateway.errors import KINDS, GatewayError
 from gateway.ledger.keys import Key
@@ -69,7 +68,7 @@ async def begin(
                 top_p=request.top_p,
                 top_k=request.top_k,
                 min_p=request.min_p,
-                seed=_any_seed() if request.seed is None else request.seed,
+                seed=dice.getrandbits(63) if request.seed is None else request.seed,
                 stop_token_ids=tuple(text.stop_token_ids),
             ),
             deadline_s=services.config.limits.request_deadline_s,
@@ -104,11 +103,6 @@ async def begin(
         run.close(client_left=exchange.client_left)
         raise
     return run
-
-
-def _any_seed() -> int:
-    """63 random bits."""
-    return int.from_bytes(os.urandom(8)) >> 1
 
 
 def _dispatch(fleet: Fleet, dispatch: Dispatch) -> Stream:
