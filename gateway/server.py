@@ -22,11 +22,11 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import h2.errors
 import h2.events
 import h2.exceptions
-import h11
 import hypercorn.asyncio.run
 import hypercorn.protocol
 import hypercorn.protocol.h2
@@ -36,7 +36,7 @@ from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.config import Config
 from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.protocol.events import Event as StreamEvent
-from hypercorn.protocol.events import StreamClosed
+from hypercorn.protocol.events import Response, StreamClosed
 from hypercorn.protocol.h2 import (
     BUFFER_HIGH_WATER,
     BUFFER_LOW_WATER,
@@ -45,7 +45,6 @@ from hypercorn.protocol.h2 import (
     StreamBuffer,
 )
 from hypercorn.protocol.h11 import H11Protocol
-from hypercorn.typing import H11SendableEvent
 from starlette.types import ASGIApp
 
 from gateway.config import ServerConfig
@@ -163,26 +162,31 @@ class _Connection(TCPServer):
 class _Http1(H11Protocol):
     """Hypercorn's HTTP/1.1 with the head of an answer in one write with what comes after it."""
 
-    _head = b""
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._write = self.send
+        self.send = self._join
+        self._head = b""
+        self._is_head = False  # what is being written now
 
     async def stream_send(self, event: StreamEvent) -> None:
-        if isinstance(event, StreamClosed) and self._head:  # a handler that broke off after it
-            head, self._head = self._head, b""
-            await self.send(RawData(data=head))
-        await super().stream_send(event)
-
-    async def _send_h11_event(self, event: H11SendableEvent) -> None:
+        if isinstance(event, StreamClosed) and self._head:
+            await self.send(RawData(data=b""))  # a handler that broke off after it
+        self._is_head = isinstance(event, Response) and event.status_code >= 200
         try:
-            data = self.connection.send(event)
-        except h11.LocalProtocolError:
-            if self.connection.their_state != h11.ERROR:
-                raise
-            return
-        if isinstance(event, h11.Response):
-            self._head = data
-        elif data or self._head:  # the end of an answer of known length has no bytes
-            head, self._head = self._head, b""
-            await self.send(RawData(data=head + data))
+            await super().stream_send(event)
+        finally:
+            self._is_head = False
+
+    async def _join(self, event: Event) -> None:
+        if not isinstance(event, RawData):
+            await self._write(event)
+        elif self._is_head:
+            self._head = event.data
+        else:
+            data, self._head = self._head + event.data, b""
+            if data:  # the end of an answer of known length has no bytes
+                await self._write(RawData(data=data))
 
 
 class _Http2(H2Protocol):
