@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from gateway.api.exchange import Exchange
+from gateway.api.time_limit import TimeLimit
 from gateway.config import LimitsConfig
 from gateway.errors import GatewayError, quote
 
@@ -43,7 +44,7 @@ async def read_body(
     started = asyncio.get_running_loop().time()
     allowed_s = limits.body_grace_s
     try:
-        async with asyncio.timeout_at(started + allowed_s) as timer:
+        with TimeLimit(allowed_s) as limit:
             while True:
                 message = await exchange.receive()
                 if message["type"] == "http.disconnect":
@@ -68,7 +69,7 @@ async def read_body(
                 if len(body) != declared:  # else only the end is missing, which costs no time
                     # A byte a second never ends by itself: each byte buys only its share of time.
                     allowed_s = limits.body_grace_s + len(body) / limits.body_min_bytes_per_s
-                    timer.reschedule(started + allowed_s)
+                    limit.move(started + allowed_s)
     except TimeoutError:
         raise GatewayError(
             "body_timeout",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 
 from gateway.api.chat_request import ChatRequest
 from gateway.api.completion_run import CompletionRun
 from gateway.api.exchange import Exchange, dice
 from gateway.api.models import find_model, window_of
+from gateway.api.time_limit import TimeLimit
 from gateway.errors import KINDS, GatewayError
 from gateway.ledger.keys import Key
 from gateway.ledger.rows import LedgerFull
@@ -132,7 +132,7 @@ async def _prompt(services: Services, served: ServedModel, request: ChatRequest)
     """Token ids (array of typecode 'I') of the rendered conversation."""
     deadline_s = services.config.limits.request_deadline_s
     try:
-        async with asyncio.timeout(deadline_s):
+        with TimeLimit(deadline_s):
             return await served.text.chat_prompt(request.messages)
     except TimeoutError:
         raise GatewayError(
