@@ -43,7 +43,7 @@ class Application:
             try:
                 route = self._route(exchange)
                 await self._prepare(route, exchange)
-                await while_connected(exchange, route.handler(self.services, exchange))  # type: ignore[arg-type]
+                await while_connected(exchange, route.handler(self.services, exchange))
             except GatewayError as raised:
                 error = raised
             except (ClientLeft, asyncio.CancelledError):

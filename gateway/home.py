@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from policies.contract.page_keys import tenant_salt
@@ -26,7 +27,10 @@ class Home:
 
     def salt(self, tenant: str) -> bytes:
         """The tenant's seed of page keys, 32 bytes."""
-        return tenant_salt(self.secret, tenant)
+        return _tenant_salt(self.secret, tenant)
+
+
+_tenant_salt = lru_cache(1024)(tenant_salt)  # asked for with each request
 
 
 def open_home(

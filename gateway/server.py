@@ -8,25 +8,35 @@ What Hypercorn 0.18 does by itself and what is added here:
   refuses late pieces of a body, paths that are not ASCII and CONNECT alone;
 - an HTTP/2 stream whose reader gives no window is buffered without a bound: `_Buffer` holds the
   writer back;
+- a request costs two tasks for the idle time of its connection and three writes for its answer, and
+  a connection that its client closed while idle stays open for the whole idle time: `_Connection`
+  and `_Http1`;
 - a TCP half-close counts as leaving; a second pipelined request hides the leaving until the next
   write; both are Hypercorn's and hold.
 """
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import h2.errors
 import h2.events
 import h2.exceptions
+import hypercorn.asyncio.run
 import hypercorn.protocol
 import hypercorn.protocol.h2
 import hyperframe.exceptions
 from hypercorn.asyncio import serve as hypercorn_serve
+from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.config import Config
-from hypercorn.events import Closed
+from hypercorn.events import Closed, Event, RawData, Updated
+from hypercorn.protocol.events import Event as StreamEvent
+from hypercorn.protocol.events import Response, StreamClosed
 from hypercorn.protocol.h2 import (
     BUFFER_HIGH_WATER,
     BUFFER_LOW_WATER,
@@ -34,6 +44,7 @@ from hypercorn.protocol.h2 import (
     H2Protocol,
     StreamBuffer,
 )
+from hypercorn.protocol.h11 import H11Protocol
 from starlette.types import ASGIApp
 
 from gateway.config import ServerConfig
@@ -83,7 +94,7 @@ async def serve(
     stop: Callable[[], Awaitable[object]],
 ) -> None:
     """Serve until stop() returns, then finish what runs for at most drain_s."""
-    settings = Config()
+    settings = _Settings()
     settings.bind = [f"fd://{listener.socket.detach()}"]
     settings.errorlog = None  # the application logs its own failures, without headers or bodies
     settings.accesslog = None
@@ -96,6 +107,86 @@ async def serve(
     settings.h2_max_header_list_size = H2_HEADER_BYTES
     settings.h11_max_incomplete_size = H1_HEADER_BYTES
     await hypercorn_serve(app, settings, shutdown_trigger=stop, mode="asgi")  # type: ignore[arg-type]
+
+
+class _Settings(Config):
+    """Hypercorn's, whose date header is made once a second and not once an answer."""
+
+    _headers: tuple[int, list[tuple[bytes, bytes]]] = (0, [])
+
+    def response_headers(self, protocol: str) -> list[tuple[bytes, bytes]]:
+        second = int(time.time())
+        if self._headers[0] != second:
+            self._headers = (second, super().response_headers(protocol))
+        return self._headers[1]
+
+
+class _Connection(TCPServer):
+    """Hypercorn's connection with one task for its idle time, from its first byte to its last."""
+
+    _idle_until: float | None  # on the loop's clock; None while a request runs
+
+    async def run(self) -> None:
+        self._idle_until = self.loop.time() + self.config.keep_alive_timeout
+        await super().run()
+
+    async def protocol_send(self, event: Event) -> None:
+        if not isinstance(event, Updated):
+            await super().protocol_send(event)
+        elif not event.idle:
+            self._idle_until = None
+        else:
+            self._idle_until = self.loop.time() + self.config.keep_alive_timeout
+            if self.context.terminated.is_set():  # its last request: the connection ends now
+                await self.idle_task.restart(self._task_group, self._idle_timeout)
+
+    async def _read_data(self) -> None:
+        await super()._read_data()
+        await self.idle_task.stop()  # the client closed; what runs for it learns that by itself
+
+    async def _idle_timeout(self) -> None:
+        while not self.context.terminated.is_set():
+            now = self.loop.time()
+            until = self._idle_until
+            if until is not None and until <= now:
+                break
+            wait_s = self.config.keep_alive_timeout if until is None else until - now
+            try:
+                await asyncio.wait_for(self.context.terminated.wait(), wait_s)
+            except TimeoutError:
+                continue
+        if self._idle_until is not None:
+            await asyncio.shield(self._initiate_server_close())
+
+
+class _Http1(H11Protocol):
+    """Hypercorn's HTTP/1.1 with the head of an answer in one write with what comes after it."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._write = self.send
+        self.send = self._join
+        self._head = b""
+        self._is_head = False  # what is being written now
+
+    async def stream_send(self, event: StreamEvent) -> None:
+        if isinstance(event, StreamClosed) and self._head:
+            await self.send(RawData(data=b""))  # a handler that broke off after it
+        self._is_head = isinstance(event, Response) and event.status_code >= 200
+        try:
+            await super().stream_send(event)
+        finally:
+            self._is_head = False
+
+    async def _join(self, event: Event) -> None:
+        if not isinstance(event, RawData):
+            await self._write(event)
+        elif self._is_head:
+            self._head = event.data
+        else:
+            data, self._head = self._head + event.data, b""
+            if data:  # the end of an answer of known length has no bytes
+                await self._write(RawData(data=data))
 
 
 class _Http2(H2Protocol):
@@ -174,6 +265,8 @@ class _Buffer(StreamBuffer):
         return data
 
 
-# Hypercorn looks both classes up in these modules for every connection and stream.
+# Hypercorn looks these classes up in these modules for every connection and stream.
+setattr(hypercorn.asyncio.run, "TCPServer", _Connection)  # noqa: B010  # as below
+setattr(hypercorn.protocol, "H11Protocol", _Http1)  # noqa: B010
 setattr(hypercorn.protocol, "H2Protocol", _Http2)  # noqa: B010  # an assignment is a type error
 setattr(hypercorn.protocol.h2, "StreamBuffer", _Buffer)  # noqa: B010

@@ -62,6 +62,7 @@ class Metrics:
         self._counter_by_labels: dict[tuple[str, ...], Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
+        self._histogram_by_labels: dict[tuple[str, ...], Histogram] = {}
         for row in METRICS:
             if row.kind == "counter":
                 self._counters[row.name] = Counter(
@@ -86,8 +87,13 @@ class Metrics:
         counter.inc(amount)
 
     def observe(self, name: str, value: float, **labels: str) -> None:
-        histogram = self._histograms[name]
-        (histogram.labels(**labels) if labels else histogram).observe(value)
+        key = (name, *labels.values())
+        histogram = self._histogram_by_labels.get(key)
+        if histogram is None:
+            histogram = self._histograms[name]
+            histogram = histogram.labels(**labels) if labels else histogram
+            self._histogram_by_labels[key] = histogram
+        histogram.observe(value)
 
     def set(self, name: str, value: float, **labels: str) -> None:
         gauge = self._gauges[name]
@@ -108,7 +114,7 @@ def redact(_logger: object, _method: str, event: MutableMapping[str, object]) ->
         name: REDACTED
         if _names_a_secret(name)
         else _SECRET_TEXT.sub(REDACTED, value)
-        if isinstance(value, str)
+        if isinstance(value, str) and not value.isalnum()  # a secret's shape has a dash or a space
         else value
         for name, value in event.items()
     }

@@ -7,11 +7,11 @@ taking pieces even after a refusal, or the refusal itself would wait for room.
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 
 from gateway.api.exchange import Exchange
+from gateway.api.time_limit import TimeLimit
 from gateway.config import LimitsConfig
 from gateway.errors import GatewayError, quote
 
@@ -41,41 +41,42 @@ async def read_body(
         raise _too_large(f"{declared} bytes", limit_bytes)
     # One buffer, not a list of pieces: pieces of one byte would take a hundred times their room.
     body = bytearray()
-    started = time.monotonic()
+    started = asyncio.get_running_loop().time()
+    allowed_s = limits.body_grace_s
     try:
-        while True:
-            # A byte a second never ends by itself: each byte buys only its share of time.
-            allowed_s = limits.body_grace_s + len(body) / limits.body_min_bytes_per_s
-            try:
-                async with asyncio.timeout(started + allowed_s - time.monotonic()):
-                    message = await exchange.receive()
-            except TimeoutError:
-                raise GatewayError(
-                    "body_timeout",
-                    found=f"{len(body)} bytes after {allowed_s:.1f} s",
-                    allowed=f"{limits.body_min_bytes_per_s} bytes/s after "
-                    f"{limits.body_grace_s:g} s",
-                    remedy="send the body at once",
-                ) from None
-            if message["type"] == "http.disconnect":
-                exchange.client_left = True
-                raise ClientLeft
-            piece: bytes = message.get("body", b"")
-            if len(body) + len(piece) > limit_bytes:
-                raise _too_large(f"more than {limit_bytes} bytes", limit_bytes)
-            if budget.held_bytes + len(piece) > budget.limit_bytes:
-                raise GatewayError(
-                    "capacity_exceeded",
-                    found="too many bodies being uploaded at once",
-                    allowed=f"{budget.limit_bytes} bytes over all requests",
-                    remedy="send the request again",
-                    retry_after_s=1.0,
-                )
-            budget.held_bytes += len(piece)
-            body += piece
-            if not message.get("more_body", False):
-                exchange.body_done = True
-                return bytes(body)
+        with TimeLimit(allowed_s) as limit:
+            while True:
+                message = await exchange.receive()
+                if message["type"] == "http.disconnect":
+                    exchange.client_left = True
+                    raise ClientLeft
+                piece: bytes = message.get("body", b"")
+                if len(body) + len(piece) > limit_bytes:
+                    raise _too_large(f"more than {limit_bytes} bytes", limit_bytes)
+                if budget.held_bytes + len(piece) > budget.limit_bytes:
+                    raise GatewayError(
+                        "capacity_exceeded",
+                        found="too many bodies being uploaded at once",
+                        allowed=f"{budget.limit_bytes} bytes over all requests",
+                        remedy="send the request again",
+                        retry_after_s=1.0,
+                    )
+                budget.held_bytes += len(piece)
+                body += piece
+                if not message.get("more_body", False):
+                    exchange.body_done = True
+                    return bytes(body)
+                if len(body) != declared:  # else only the end is missing, which costs no time
+                    # A byte a second never ends by itself: each byte buys only its share of time.
+                    allowed_s = limits.body_grace_s + len(body) / limits.body_min_bytes_per_s
+                    limit.move(started + allowed_s)
+    except TimeoutError:
+        raise GatewayError(
+            "body_timeout",
+            found=f"{len(body)} bytes after {allowed_s:.1f} s",
+            allowed=f"{limits.body_min_bytes_per_s} bytes/s after {limits.body_grace_s:g} s",
+            remedy="send the body at once",
+        ) from None
     finally:
         budget.held_bytes -= len(body)
 

@@ -9,7 +9,6 @@ until something is known or the first heartbeat is due, so most failures still b
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import assert_never
 
@@ -20,6 +19,7 @@ from gateway.api.completion_run import CompletionRun
 from gateway.api.exchange import Exchange
 from gateway.api.sse import DONE, HEARTBEAT, STREAM_HEADERS, ChatChunks, completion, error_event
 from gateway.api.stall import StallGuard
+from gateway.api.time_limit import TimeLimit
 from gateway.errors import GatewayError, fault
 from gateway.ledger.keys import Key
 from gateway.nodes.streams import Burst
@@ -92,7 +92,7 @@ async def _whole(
     )
     headers = [*run.headers(), ("x-kagari-cost-nano-usd", str(run.cost_nano_usd()))]
     run.close(client_left=False)  # from here on it is billed, so nothing of ours may fail after it
-    async with asyncio.timeout(stall_s):
+    with TimeLimit(stall_s):
         await exchange.reply(200, data, headers=headers)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import secrets
 from array import array
 
 from gateway.api.chat_request import ChatRequest
 from gateway.api.completion_run import CompletionRun
-from gateway.api.exchange import Exchange
+from gateway.api.exchange import Exchange, dice
 from gateway.api.models import find_model, window_of
+from gateway.api.time_limit import TimeLimit
 from gateway.errors import KINDS, GatewayError
 from gateway.ledger.keys import Key
 from gateway.ledger.rows import LedgerFull
@@ -69,7 +68,7 @@ async def begin(
                 top_p=request.top_p,
                 top_k=request.top_k,
                 min_p=request.min_p,
-                seed=secrets.randbits(63) if request.seed is None else request.seed,
+                seed=dice.getrandbits(63) if request.seed is None else request.seed,
                 stop_token_ids=tuple(text.stop_token_ids),
             ),
             deadline_s=services.config.limits.request_deadline_s,
@@ -133,7 +132,7 @@ async def _prompt(services: Services, served: ServedModel, request: ChatRequest)
     """Token ids (array of typecode 'I') of the rendered conversation."""
     deadline_s = services.config.limits.request_deadline_s
     try:
-        async with asyncio.timeout(deadline_s):
+        with TimeLimit(deadline_s):
             return await served.text.chat_prompt(request.messages)
     except TimeoutError:
         raise GatewayError(

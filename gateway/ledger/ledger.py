@@ -16,6 +16,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -51,6 +52,13 @@ Synchronous = Literal["NORMAL", "FULL"]
 log = structlog.get_logger("kagari.ledger")
 
 
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    row: OpenRow
+    committed: asyncio.Future[None]
+    since: float  # monotonic seconds
+
+
 async def connect_writer(path: Path) -> aiosqlite.Connection:
     """The one writer connection, in autocommit mode: transactions are written out."""
     connection = await aiosqlite.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
@@ -82,7 +90,8 @@ class Ledger:
         self._max_waiting_opens = max_waiting_opens
         self._connect = connect
         self._row_by_id: dict[str, OpenRow] = {}  # opened, not settled
-        self._opens: dict[str, tuple[OpenRow, asyncio.Future[None]]] = {}
+        self._opens: dict[str, _Opening] = {}
+        self._expiry: asyncio.TimerHandle | None = None  # of the oldest of _opens, or earlier
         self._ended: dict[str, tuple[float, tuple[Value, ...]]] = {}  # since when; values
         self._wake = asyncio.Event()
         self._trouble = ""
@@ -106,15 +115,30 @@ class Ledger:
         self._row_by_id[row.request_id] = row
         if not self._opens:
             self._wake.set()
-        self._opens[row.request_id] = (row, committed)
-        try:
-            async with asyncio.timeout(OPEN_DEADLINE_S):
-                await committed
-        except TimeoutError:
+        self._opens[row.request_id] = _Opening(row, committed, time.monotonic())
+        if self._expiry is None:  # one timer for all: one a row cost a request 5 µs
+            self._expire_in(OPEN_DEADLINE_S)
+        await committed
+
+    def _expire_in(self, seconds: float) -> None:
+        self._expiry = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        """Refuse the opens that waited too long; the oldest are the first."""
+        self._expiry = None
+        now = time.monotonic()
+        for request_id, opening in list(self._opens.items()):
+            if opening.committed.done():  # its request was cancelled and settles by itself
+                continue
+            left_s = opening.since + OPEN_DEADLINE_S - now
+            if left_s > 0:
+                self._expire_in(left_s)
+                return
             # The batch may be under way, so the row may still come to exist: then it bills nothing.
-            self._opens.pop(row.request_id, None)
-            self.settle(_unserved(row, time.time()))
-            raise LedgerFull(f"the ledger's disk took over {OPEN_DEADLINE_S:.0f} s") from None
+            del self._opens[request_id]
+            self.settle(_unserved(opening.row, time.time()))
+            why = f"the ledger's disk took over {OPEN_DEADLINE_S:.0f} s"
+            opening.committed.set_exception(LedgerFull(why))
 
     def settle(self, settlement: Settlement) -> None:
         """Never waits and never loses; on disk within 100 ms. Idempotent: the first one counts."""
@@ -226,10 +250,12 @@ class Ledger:
             await self._checkpoint()
         finally:
             self._closed = True
-            for request_id, (_, committed) in self._opens.items():
+            if self._expiry is not None:
+                self._expiry.cancel()
+            for request_id, opening in self._opens.items():
                 self._row_by_id.pop(request_id, None)
-                if not committed.done():
-                    committed.set_exception(LedgerFull("the ledger is closing"))
+                if not opening.committed.done():
+                    opening.committed.set_exception(LedgerFull("the ledger is closing"))
             self._opens.clear()
             await self._connection.close()
             os.close(self._lock)
@@ -260,9 +286,10 @@ class Ledger:
 
     async def _write_opens(self) -> None:
         batch = list(self._opens.items())[:GROUP_ROWS]
-        values = [open_values(row, self._boot) for _, (row, _) in batch]
+        values = [open_values(opening.row, self._boot) for _, opening in batch]
         refusal = await self._transact("NORMAL", schema.OPEN, values)
-        for request_id, (_, committed) in batch:
+        for request_id, opening in batch:
+            committed = opening.committed
             self._opens.pop(request_id, None)
             if refusal:
                 # A settlement that came first has nothing to settle either.

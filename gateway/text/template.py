@@ -61,9 +61,9 @@ class ChatTemplate:
             self.searched = frozenset(_searched(tree))
             _put_on_budget(tree)
             code = self._environment.compile(tree, "chat_template", "chat_template")
-            self._template = jinja2.Template.from_code(
-                self._environment, code, self._environment.make_globals(None)
-            )
+            # A plain dict: jinja's ChainMap is copied for each rendering, in Python, for 6 µs.
+            known = dict(self._environment.make_globals(None))
+            self._template = jinja2.Template.from_code(self._environment, code, known)
         except Exception as error:  # the compiler meets programs that nobody has checked
             self.fault = str(error)
 

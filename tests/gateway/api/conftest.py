@@ -202,7 +202,7 @@ def start_gateway(
         raise failed[0]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     with start_gateway(tmp_path_factory.mktemp("home")) as running_gateway:
         yield running_gateway
@@ -210,7 +210,7 @@ def shared_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running
 
 @pytest.fixture
 def gateway(shared_gateway: RunningGateway) -> Iterator[RunningGateway]:
-    """The one of the session; after each test everything must have been given back."""
+    """The one of the module; after each test everything must have been given back."""
     shared_gateway.node.served.clear()
     shared_gateway.node.resident.clear()
     yield shared_gateway
