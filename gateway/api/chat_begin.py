@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import secrets
 from array import array
 
 from gateway.api.chat_request import ChatRequest
 from gateway.api.completion_run import CompletionRun
-from gateway.api.exchange import Exchange
+from gateway.api.exchange import Exchange, dice
 from gateway.api.models import find_model, window_of
 from gateway.api.time_limit import TimeLimit
 from gateway.errors import KINDS, GatewayError
@@ -69,7 +68,7 @@ async def begin(
                 top_p=request.top_p,
                 top_k=request.top_k,
                 min_p=request.min_p,
-                seed=secrets.randbits(63) if request.seed is None else request.seed,
+                seed=dice.getrandbits(63) if request.seed is None else request.seed,
                 stop_token_ids=tuple(text.stop_token_ids),
             ),
             deadline_s=services.config.limits.request_deadline_s,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +14,12 @@ from gateway.errors import GatewayError
 from gateway.ledger.keys import Key
 
 Headers = Sequence[tuple[str, str]]
+
+# For ids and sampling seeds, which must differ and need not be secret. The kernel's randomness is
+# cheap by itself but lets go of the interpreter's lock, perhaps to the ledger's thread: a request
+# took 367 to 381 µs of CPU with this, 374 to 445 with os.urandom (benchmarks.gateway --only json).
+# Not the module's functions: those share their state with everybody.
+dice = random.Random()
 
 
 @dataclass(slots=True)
@@ -89,7 +95,7 @@ def header_value(value: str) -> bytes:
 def new_request_id() -> str:
     """Ordered by time like a UUID of version 7: 48 bits of milliseconds, then 80 random bits."""
     milliseconds = time.time_ns() // 1_000_000
-    return f"{milliseconds:012x}{os.urandom(10).hex()}"
+    return f"{milliseconds:012x}{dice.getrandbits(80):020x}"
 
 
 def clean_client_id(value: str | None) -> str | None:
