@@ -25,6 +25,10 @@ from engine.schedule.scheduler import Scheduler
 from policies.contract import wire
 from policies.contract.bundle import Bundle, decode_bundle
 
+# OpenMP threads that wait spin this many rounds before they sleep. Measured in docs/decisions.md:
+# endless spinning starves neighbours on shared cores, sleeping at once halves decode.
+SPIN_COUNT = "3000"
+
 EXIT_BAD_CONFIG = 2
 EXIT_CANNOT_LOAD = 4
 
@@ -163,6 +167,7 @@ def _load_script(config: EngineConfig) -> Loaded:
 def _load_model(config: EngineConfig) -> Loaded:
     from engine.warmup import measure_prefill, work_clock
 
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch loads OpenMP
     # Late, because it imports torch: a scripted engine starts without it.
     module = importlib.import_module("engine.execute.runner")
     weights = importlib.import_module("engine.execute.weights")

@@ -31,9 +31,6 @@ from policies.contract.wire import (
 )
 
 PR_SET_PDEATHSIG = 1
-# OpenMP threads that wait spin this many rounds before they sleep. Measured in docs/decisions.md:
-# endless spinning starves neighbours on shared cores, sleeping at once halves decode.
-SPIN_COUNT = "3000"
 MAX_LOG_LINE_BYTES = 1 << 16
 LAST_WORDS = 12  # log lines kept for the error message
 STALL_S = 0.5  # a look that comes later than this does not count as an engine's silence
@@ -168,7 +165,6 @@ class EngineSupervisor:
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,
                     preexec_fn=die_with_parent(),
-                    env={"GOMP_SPINCOUNT": SPIN_COUNT, **os.environ},
                 )
             except OSError as error:
                 ours.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 import struct
 import subprocess
@@ -238,7 +237,6 @@ def running_engine(
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             pass_fds=(theirs.fileno(),),
-            env={"GOMP_SPINCOUNT": "3000", **os.environ},  # as node_agent/supervisor.py
             process_group=0,
             preexec_fn=die_with_parent(),
         )

@@ -12,11 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from msgspec import Struct
-
 from gateway.cli.children import die_with_parent, python_module
 from gateway.cli.client import Server, call
-from policies.contract.wire import EngineInfo, EngineReport
 
 START_S = 180.0
 STOP_S = 30.0
@@ -24,13 +21,6 @@ STOP_S = 30.0
 
 class StackFailed(Exception):
     """It did not come up, or did not end; the message holds what it said on stderr."""
-
-
-def named(value: Any, struct: type[Struct]) -> Any:
-    """A wire struct by field name: they are arrays, also in JSON."""
-    if isinstance(value, list):
-        return dict(zip(struct.__struct_fields__, value, strict=False))
-    return value
 
 
 class Stack:
@@ -91,9 +81,6 @@ class Stack:
         token = (self.home / "admin.token").read_text().strip()
         answer = call(Server(self.ready["admin_url"], token), "GET", "/admin/v1/nodes")
         nodes: list[dict[str, Any]] = answer["nodes"]
-        for engine in (engine for node in nodes for engine in node["engines"]):
-            engine["info"] = named(engine["info"], EngineInfo)
-            engine["report"] = named(engine["report"], EngineReport)
         return nodes
 
     def kagari(self, *arguments: str, timeout_s: float = 30) -> subprocess.CompletedProcess[str]:

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import wait_gone
+
 ROOT = Path(__file__).resolve().parents[2]
 
 GATEWAY = """
@@ -147,21 +149,6 @@ def served(tmp_path: Path, free_port: int) -> Iterator[Served]:
     if running.process.poll() is None:
         running.process.kill()
     running.process.communicate()
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-def wait_gone(pids: list[int], within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while left := [pid for pid in pids if is_running(pid)]:
-        assert time.monotonic() < deadline, f"still running: {left}"
-        time.sleep(0.02)
 
 
 def test_stages_essentials_and_a_drain_in_order(served: Served, free_port: int) -> None:

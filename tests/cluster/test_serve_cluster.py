@@ -19,6 +19,7 @@ import pytest
 from gateway.cli.children import python_module
 from gateway.cli.client import HttpError, Server, call, sse_data
 from gateway.demo.stack import Stack
+from tests.processes import wait_gone
 
 Balanced = Callable[[Stack], list[dict[str, Any]]]
 
@@ -129,21 +130,6 @@ def agent_pid(stack: Stack, node: str) -> int:
 def engine_pid(stack: Stack, node: str) -> int:
     (pid,) = children(agent_pid(stack, node))
     return pid
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-def wait_gone(pids: list[int], within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while left := [pid for pid in pids if is_running(pid)]:
-        assert time.monotonic() < deadline, f"still running: {left}"
-        time.sleep(0.02)
 
 
 def answer(stack: Stack, text: str) -> str:
