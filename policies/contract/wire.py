@@ -58,6 +58,12 @@ class Sampling(Struct, frozen=True, array_like=True, omit_defaults=False):
     seed: int = 0
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    presence_penalty: float = 0.0  # subtracted once from each token of the completion so far
+    frequency_penalty: float = 0.0  # subtracted for each time it occurs there
+    repetition_penalty: float = 1.0  # divides (or multiplies) tokens of prompt and completion
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added), ids ascending
+    logprobs: int | None = None  # alternatives beside the chosen token; None: no logprobs
+    prompt_logprobs: int | None = None  # the same for the prompt; the first lane tells them
 
 
 class Usage(Struct, frozen=True, array_like=True):
@@ -156,7 +162,32 @@ class Failed(Struct, frozen=True, array_like=True, tag="failed"):
     usage: Usage = Usage()
 
 
-Rare = Started | Finished | Failed
+class TokenLogprob(Struct, frozen=True, array_like=True):
+    """Natural log probabilities under the model's own distribution: before temperature, penalties,
+    bias and cuts. top: (token id, logprob) of the likeliest, best first; the token may be there."""
+
+    logprob: float
+    rank: int  # 1 for the likeliest
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Logprobs(Struct, frozen=True, array_like=True, tag="logprobs"):
+    """Of all tokens that this lane got in this frame, in their order."""
+
+    lane: int
+    entries: tuple[TokenLogprob, ...]
+
+
+class PromptLogprobs(Struct, frozen=True, array_like=True, tag="prompt_logprobs"):
+    """Of prompt tokens [start, start + len(entries)), in order over frames, before the first
+    token. The first token of a prompt has none, so start is 1 at first."""
+
+    lane: int
+    start: int
+    entries: tuple[TokenLogprob, ...]
+
+
+Rare = Started | Finished | Failed | Logprobs | PromptLogprobs
 
 
 # --- node → gateway -----------------------------------------------------------------------------
@@ -252,7 +283,10 @@ class Refused(Struct, frozen=True, array_like=True, tag="refused"):
 
 
 class Submit(Struct, frozen=True, array_like=True, tag="submit"):
-    """One request's streams. Idempotent by (request_id, attempt)."""
+    """One request's streams, one a lane. Idempotent by (request_id, attempt).
+
+    The lanes share the prompt's pages and differ by their noise: lane i draws with seed + i.
+    """
 
     request_id: str
     attempt: int
