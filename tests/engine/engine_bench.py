@@ -101,6 +101,14 @@ class EngineBench:
                 return
         raise AssertionError("it never ended")
 
+    def logprobs(self, channel: int, lane: int) -> list[wire.TokenLogprob]:
+        return [
+            entry
+            for at, rare in self.rare
+            if at == channel and isinstance(rare, wire.Logprobs) and rare.lane == lane
+            for entry in rare.entries
+        ]
+
     def failures(self) -> list[tuple[int, int, str]]:
         return [
             (channel, rare.lane, rare.code)

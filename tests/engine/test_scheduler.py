@@ -531,9 +531,9 @@ def test_the_schedule_folder_imports_no_torch() -> None:
 
 def test_every_state_has_a_way_out_but_the_last() -> None:
     moves: list[Callable[[Sequence], object]] = [
-        lambda s: s.admit([], [], PAGE_SIZE),
+        lambda s: s.admit([], [], num_computed=0, num_sealed=0),
         lambda s: s.leave(State.WAITING),
-        lambda s: s.admit([], [], PAGE_SIZE),
+        lambda s: s.admit([], [], num_computed=0, num_sealed=0),
         lambda s: s.leave(State.FINISHED),
     ]
     sequence = Sequence(_new(1, ids(3)), 0.0)
