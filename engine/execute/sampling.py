@@ -34,7 +34,7 @@ class Choice(NamedTuple):
 def sample(logits: Tensor, choices: Sequence[Choice]) -> list[int | None]:
     """fp32 logits [rows, vocab], changed in place → a token a row; None where logits are not
     finite (nothing sane can be said)."""
-    _adjust(logits, choices)
+    adjust(logits, choices)
     best, greedy = logits.max(-1)
     tokens: list[int | None] = list(greedy.tolist())
     random = [row for row, choice in enumerate(choices) if choice.sampling.temperature > 0]
@@ -48,7 +48,7 @@ def sample(logits: Tensor, choices: Sequence[Choice]) -> list[int | None]:
     return tokens
 
 
-def _adjust(logits: Tensor, choices: Sequence[Choice]) -> None:
+def adjust(logits: Tensor, choices: Sequence[Choice]) -> None:
     """Penalties, then bias, then the ban of stop tokens before min_tokens; in place."""
     for row, (sampling, position, history) in enumerate(choices):
         if history is not None:
@@ -80,8 +80,15 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 
 
 def _draw(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """int64 [rows]. In fp64: the race's ties and the cuts' edges are then no matter of rounding."""
-    samplings = [choice.sampling for choice in choices]
+    """int64 [rows]."""
+    weights = weigh(logits, [choice.sampling for choice in choices])
+    keys = [_key(choice.sampling.seed, choice.position) for choice in choices]
+    return (exponentials(keys, weights.shape[-1], device=logits.device) / weights).argmin(-1)
+
+
+def weigh(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """fp64 [rows, vocab]: what temperature and cuts leave, as shares of a row's best. In fp64, so
+    that the race's ties and the cuts' edges are no matter of rounding."""
     heat = _column([sampling.temperature for sampling in samplings], logits)
     # A tiny temperature divides to infinity, so the best logit is moved to 0 first.
     scaled = (logits.double() - logits.amax(-1, keepdim=True)).div_(heat)
@@ -91,8 +98,7 @@ def _draw(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
     if any(sampling.min_p > 0 for sampling in samplings):
         least = _column([sampling.min_p for sampling in samplings], logits)
         weights = weights.masked_fill_(weights < least * weights.amax(-1, keepdim=True), 0)
-    keys = [_key(choice.sampling.seed, choice.position) for choice in choices]
-    return (exponentials(keys, weights.shape[-1], device=logits.device) / weights).argmin(-1)
+    return weights
 
 
 def _cut_ranks(weights: Tensor, samplings: Sequence[Sampling]) -> Tensor:
