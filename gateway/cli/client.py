@@ -79,14 +79,21 @@ class ChatReply:
 
 
 def sse_data(response: http.client.HTTPResponse) -> Iterator[Any]:
-    """The JSON of each data event until [DONE]; comments are skipped."""
+    """The JSON of each data event until [DONE]; comments are skipped.
+
+    Raises StreamFailed when the stream ends without it: what came may not be the whole answer.
+    """
     for line in response:
         if not line.startswith(b"data:"):
             continue
         data = line[5:].strip()
         if data == b"[DONE]":
             return
-        yield json.loads(data)
+        event = json.loads(data)
+        yield event
+        if "error" in event:
+            return
+    raise StreamFailed("the stream ended without [DONE]")
 
 
 def stream_chat(

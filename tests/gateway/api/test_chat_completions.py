@@ -293,3 +293,12 @@ def test_models_tell_window_and_precision(gateway) -> None:
     assert data[1]["alias_of"] == "tiny"
     assert missing.status_code == 404
     assert '"tiny"' in missing.json()["error"]["message"]
+
+
+def test_a_client_cannot_choose_the_salt_of_its_page_keys(gateway, ask) -> None:
+    """The salt is the tenant's: what a client sends under such a name changes nothing."""
+    with gateway.client() as client:
+        for fields in ({}, {"cache_salt": "mine"}, {"extra_key": "x", "salt": "00" * 32}):
+            assert client.post("/v1/chat/completions", json=ask("x", **fields)).status_code == 200
+    salts = {served.submit.salt for served in gateway.node.served}
+    assert salts == {gateway.services.home.salt("default")}

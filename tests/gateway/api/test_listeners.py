@@ -416,7 +416,9 @@ def test_rate_is_per_key_and_told_in_headers(tmp_path, start, ask) -> None:
             )
             assert 25_000 < int(third.headers["retry-after-ms"]) <= 30_000
         with running.client(key="other-key-0123456789abcd") as other:
-            assert other.post("/v1/chat/completions", json=ask("x")).status_code == 200
+            streamed = other.post("/v1/chat/completions", json=ask("x", stream=True))
+            assert streamed.status_code == 200
+            assert streamed.headers["x-ratelimit-remaining-requests"] == "1"
 
 
 def test_drain_finishes_what_runs_and_takes_nothing_new(tmp_path, start, ask) -> None:
