@@ -54,7 +54,7 @@ def test_a_wrong_flag_exits_2(kagari: Kagari) -> None:
         (("serve", "--api-key", "short"), "--api-key"),
         (("serve", "--api-key-file", "/nonexistent/key"), "--api-key-file"),
         (("usage",), "ledger"),
-        (("keys", "revoke", "nobody"), "keys"),
+        (("keys", "revoke", "nobody"), "key"),
         (("models", "pull", "no-such-model"), "--model no-such-model"),
         (("engine", "generate", "no-such-model", "Hello"), "--model no-such-model"),
     ],

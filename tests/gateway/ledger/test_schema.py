@@ -27,7 +27,7 @@ def digest(path):
 @pytest.mark.parametrize(
     ("statements", "message"),
     [
-        (("PRAGMA user_version = 2",), "install the newer Kagari"),
+        ((f"PRAGMA user_version = {len(MIGRATIONS) + 1}",), "install the newer Kagari"),
         (("DROP TABLE rollups",), "restore it from a backup"),
         (("DROP TRIGGER roll_up",), "restore it from a backup"),
         (("ALTER TABLE requests ADD COLUMN extra TEXT",), "restore it from a backup"),
@@ -57,7 +57,7 @@ def test_a_migration_that_fails_half_way_leaves_the_old_version(path):
         migrate(connection, path, (*MIGRATIONS, broken), APPLICATION_ID)
     migrate(connection, path, MIGRATIONS, APPLICATION_ID)
     migrate(connection, path, (*MIGRATIONS, ("CREATE TABLE later (x)",)), APPLICATION_ID)
-    assert connection.execute("PRAGMA user_version").fetchone() == (2,)
+    assert connection.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS) + 1,)
     connection.close()
 
 
@@ -85,3 +85,18 @@ def test_the_writer_lock_is_held_by_one_and_seen_by_all(path, monkeypatch):
     os.close(lock)
     assert not has_writer(path)
     os.close(take_writer_lock(path))
+
+
+def test_a_file_of_the_first_version_is_brought_to_this_one_with_its_rows(path, row, monkeypatch):
+    monkeypatch.setattr(schema, "MIGRATIONS", MIGRATIONS[:1])
+    prepare(path, 1.0)
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute(schema.OPEN, open_values(row("r1"), 1))
+    connection.close()
+    monkeypatch.undo()
+    assert prepare(path, 2.0) == 2
+    connection = sqlite3.connect(path)
+    found = connection.execute("SELECT request_id FROM requests INDEXED BY requests_by_key"
+        " WHERE key_id = 'key_a'")  # fmt: skip
+    assert found.fetchall() == [("r1",)]
+    connection.close()

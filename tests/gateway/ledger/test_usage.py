@@ -5,10 +5,11 @@ import sqlite3
 import msgspec
 import pytest
 
-from gateway.ledger import usage as usage_module
+from gateway.ledger import requests as requests_module
 from gateway.ledger.files import LedgerError
 from gateway.ledger.ledger import Ledger
-from gateway.ledger.usage import UsageLine, requests, usage_by
+from gateway.ledger.requests import requests
+from gateway.ledger.usage import Scope, UsageLine, usage_by
 from gateway.ledger.verify import MAX_PROBLEMS, verify
 from policies.contract.wire import Usage
 from policies.pricing import charge
@@ -59,9 +60,9 @@ async def test_full_price_less_saved_is_the_bill_over_the_whole_ledger(filled):
 
 async def test_days_are_utc_and_inclusive(filled):
     assert [line.day for line in usage_by(filled, ("day",))] == ["1970-01-01", "1970-01-02"]
-    assert [line.requests for line in usage_by(filled, (), since_day="1970-01-02")] == [12]
-    assert [line.requests for line in usage_by(filled, (), until_day="1970-01-01")] == [12]
-    assert usage_by(filled, (), until_day="1969-12-31")[0].requests == 0
+    assert [line.requests for line in usage_by(filled, (), Scope(since_day="1970-01-02"))] == [12]
+    assert [line.requests for line in usage_by(filled, (), Scope(until_day="1970-01-01"))] == [12]
+    assert usage_by(filled, (), Scope(until_day="1969-12-31"))[0].requests == 0
 
 
 async def test_an_empty_ledger_has_a_total_of_nothing(path):
@@ -73,7 +74,7 @@ async def test_an_empty_ledger_has_a_total_of_nothing(path):
 
 
 async def test_rows_are_paged_so_that_no_reader_stays_open(filled, monkeypatch):
-    monkeypatch.setattr(usage_module, "PAGE_ROWS", 5)
+    monkeypatch.setattr(requests_module, "PAGE_ROWS", 5)
     lines = requests(filled)
     first = next(lines)
     writer = sqlite3.connect(filled, isolation_level=None)
