@@ -28,6 +28,7 @@ from gateway.ledger.files import KEYS_NAME, LEDGER_NAME
 from gateway.ledger.keys import Keys
 from gateway.ledger.ledger import Ledger
 from gateway.ledger.prices import load_prices
+from gateway.ledger.reader import LedgerReader
 from gateway.nodes.bundles import Bundles
 from gateway.nodes.fleet import Fleet, FleetConfig, default_parameters
 from gateway.nodes.link import LINK_PATH, LinkServer
@@ -81,6 +82,7 @@ async def build(
                 keys.import_literal(key)
         with _stage(emit, "ledger", ""):
             ledger = await stack.enter_async_context(Ledger(home.folder / LEDGER_NAME))
+            reader = await stack.enter_async_context(LedgerReader(home.folder / LEDGER_NAME))
         with _stage(emit, "fleet", ""):
             parameters = _parameters(config.routing.parameters_file)
             fleet = Fleet(
@@ -100,6 +102,7 @@ async def build(
             home=home,
             fleet=fleet,
             ledger=ledger,
+            ledger_reader=reader,
             keys=keys,
             prices=prices,
             policy_version=parameters.version,

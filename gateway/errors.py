@@ -83,6 +83,13 @@ _KINDS = (
     ErrorKind(
         "node_not_found", 404, 7003, "invalid_request_error", False, "No node has that name."
     ),
+    ErrorKind("key_not_found", 404, 7003, "invalid_request_error", False, "No key has that name."),
+    ErrorKind(
+        "request_not_found", 404, 7003, "invalid_request_error", False, "No row has that id."
+    ),
+    ErrorKind(
+        "session_not_found", 404, 7003, "invalid_request_error", False, "No such session is known."
+    ),
     ErrorKind(
         "method_not_allowed",
         405,
@@ -109,6 +116,9 @@ _KINDS = (
     ),
     ErrorKind(
         "aborted", 408, 3008, "server_error", True, "The stream was given up before its end."
+    ),
+    ErrorKind(
+        "key_exists", 409, 10014, "invalid_request_error", False, "A live key has that name."
     ),
     ErrorKind(
         "request_too_large",
@@ -195,6 +205,14 @@ _KINDS = (
         "server_error",
         True,
         "The ledger cannot take the request's row; nothing is served that cannot be billed.",
+    ),
+    ErrorKind(
+        "ledger_unreadable",
+        503,
+        3040,
+        "server_error",
+        True,
+        "The ledger could not be read in time.",
     ),
     ErrorKind("draining", 503, 3040, "server_error", True, "The gateway is shutting down."),
 )

@@ -12,6 +12,7 @@ from gateway.config import GatewayConfig
 from gateway.home import Home
 from gateway.ledger.keys import Keys
 from gateway.ledger.ledger import Ledger
+from gateway.ledger.reader import LedgerReader
 from gateway.nodes.fleet import Fleet
 from gateway.telemetry import Metrics
 from policies.admission import Admission
@@ -24,6 +25,7 @@ class Services:
     home: Home
     fleet: Fleet
     ledger: Ledger
+    ledger_reader: LedgerReader
     keys: Keys
     prices: PriceTable
     policy_version: str

@@ -17,16 +17,11 @@ from urllib.parse import quote
 
 LEDGER_NAME = "ledger.sqlite3"
 KEYS_NAME = "keys.sqlite3"
-LOOK_EVERY_OPS = 10_000  # steps of SQLite's machine between looks at the clock: about 0.1 ms
 LOCK_WAIT_S = 1.0  # a verify that looks at the lock holds it for microseconds
 
 
 class LedgerError(Exception):
     """The ledger's file cannot be used as it is; the message names it and the remedy."""
-
-
-class ReadTooLong(Exception):
-    """A query was broken off at its deadline; it asks for too much at once."""
 
 
 def make_private(path: Path) -> None:
@@ -71,23 +66,15 @@ def has_writer(ledger: Path) -> bool:
 
 
 @contextmanager
-def reading(path: Path, *, deadline_s: float | None = None) -> Iterator[sqlite3.Connection]:
-    """A read-only connection, gateway running or not; all its faults become LedgerErrors.
-
-    deadline_s: what runs longer, from now on, ends in ReadTooLong.
-    """
+def reading(path: Path) -> Iterator[sqlite3.Connection]:
+    """A read-only connection, gateway running or not; all its faults become LedgerErrors."""
     if not path.exists():
         raise LedgerError(f"{path} is absent; start a gateway with this --home first")
     uri = f"file:{quote(str(path.absolute()))}?mode=ro"
-    ends_at = float("inf") if deadline_s is None else time.monotonic() + deadline_s
     try:
         with closing(sqlite3.connect(uri, uri=True, timeout=5.0, isolation_level=None)) as reader:
-            if deadline_s is not None:
-                reader.set_progress_handler(lambda: time.monotonic() > ends_at, LOOK_EVERY_OPS)
             yield reader
     except sqlite3.Error as error:
-        if time.monotonic() > ends_at:
-            raise ReadTooLong(f"{path}: the query took over {deadline_s:g} s") from None
         raise LedgerError(f"{path}: {error}; restore it from a backup") from error
 
 

@@ -91,6 +91,16 @@ class Wanted:
     since: float | None = None
     until: float | None = None
 
+    def matches(self, row: RequestRow) -> bool:
+        return (
+            self.tenant in (None, row.tenant)
+            and self.key_id in (None, row.key_id)
+            and self.model in (None, row.model)
+            and self.status in (None, row.status)
+            and (self.since is None or row.started_at >= self.since)
+            and (self.until is None or row.started_at < self.until)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class RequestPage:
@@ -137,44 +147,38 @@ def requests(path: Path, *, after: int = 0) -> Iterator[RequestLine]:
             after = page[-1][0]
 
 
-def find_request(
-    path: Path, request_id: str, *, deadline_s: float | None = None
-) -> RequestDetail | None:
-    """One row by its id; raises LedgerError, and ReadTooLong if bounded."""
-    with reading(path, deadline_s=deadline_s) as connection:
-        row = connection.execute(
-            f"SELECT {_columns(RequestDetail)} FROM requests WHERE request_id = ?", (request_id,)
-        ).fetchone()
+def find_request(connection: sqlite3.Connection, request_id: str) -> RequestDetail | None:
+    """One row by its id."""
+    row = connection.execute(
+        f"SELECT {_columns(RequestDetail)} FROM requests WHERE request_id = ?", (request_id,)
+    ).fetchone()
     return None if row is None else _read(RequestDetail, row)
 
 
 def newest_requests(
-    path: Path,
+    connection: sqlite3.Connection,
     wanted: Wanted,
     *,
     limit: int,
     before: int | None = None,
     patience_s: float = PATIENCE_S,
-    deadline_s: float | None = None,
 ) -> RequestPage:
     """Rows in falling order of opening, so that a row opened later never moves a page.
 
-    A page that holds fewer than limit rows is not the last one unless its next is None. Raises
-    LedgerError, and ReadTooLong if bounded.
+    A page that holds fewer than limit rows is not the last one unless its next is None.
     """
     rows: list[RequestRow] = []
     give_up_at = time.monotonic() + patience_s
-    with reading(path, deadline_s=deadline_s) as connection:
-        low, high = _bounds(connection, wanted)
-        high = high if before is None else min(high, before)
-        sql, values = selecting(wanted)
-        while low < high and len(rows) < limit:
-            floor = max(low, high - WINDOW_ROWS)
-            found = connection.execute(sql, (*values, floor, high, limit - len(rows))).fetchall()
-            rows += [_read(RequestRow, row) for row in found]
-            high = found[-1][0] if len(rows) == limit else floor
-            if time.monotonic() > give_up_at:
-                break
+    low, high = _bounds(connection, wanted)
+    high = high if before is None else min(high, before)
+    sql, values = selecting(wanted)
+    while low < high and len(rows) < limit:
+        floor = max(low, high - WINDOW_ROWS)
+        found = connection.execute(sql, (*values, floor, high, limit - len(rows))).fetchall()
+        rows += [_read(RequestRow, row) for row in found]
+        high = found[-1][0] if len(rows) == limit else floor
+        if time.monotonic() > give_up_at:
+            break
     return RequestPage(rows, high if low < high else None)
 
 

@@ -68,18 +68,17 @@ EVERYTHING = Scope()
 
 
 def usage_report(
-    path: Path,
+    connection: sqlite3.Connection,
     dimensions: Sequence[Dimension],
     scope: Scope = EVERYTHING,
     *,
     max_lines: int | None = None,
-    deadline_s: float | None = None,
 ) -> UsageReport:
-    """Groups and their total as of one moment. Raises LedgerError, and ReadTooLong if bounded."""
-    with reading(path, deadline_s=deadline_s) as connection:
-        connection.execute("BEGIN")
-        lines = _summed(connection, dimensions, scope, -1 if max_lines is None else max_lines + 1)
-        (total,) = _summed(connection, (), scope, 1)
+    """Groups and their total as of one moment."""
+    connection.execute("BEGIN")
+    lines = _summed(connection, dimensions, scope, -1 if max_lines is None else max_lines + 1)
+    (total,) = _summed(connection, (), scope, 1)
+    connection.execute("COMMIT")
     return UsageReport(tuple(lines[:max_lines]), total, len(lines) > len(lines[:max_lines]))
 
 

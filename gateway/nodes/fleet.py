@@ -26,7 +26,7 @@ from gateway.nodes.placement import Placement
 from gateway.nodes.served import ServedModels
 from gateway.nodes.session import Session
 from gateway.nodes.streams import Dispatch, Flow, Stream
-from gateway.nodes.views import EngineView, NodeView, ServedModel
+from gateway.nodes.views import EngineView, NodeView, Residence, ServedModel, SessionView
 from policies.contract import wire
 from policies.contract.wire import (
     BundlePart,
@@ -412,6 +412,32 @@ class Fleet:
         """Every node that is or lately was linked."""
         now = self._clock()
         return [self._view(node, now) for node in self._node_by_id.values()]
+
+    def session_keys(self) -> list[bytes]:
+        """The affinity keys of all sessions that have a home."""
+        return self._placement.homes.keys()
+
+    def session(self, affinity_key: bytes) -> SessionView | None:
+        """A session's home and where its prefix lies; None when it is not known, or no more."""
+        now = self._clock()
+        home = self._placement.homes.look(affinity_key, now)
+        if home is None:
+            return None
+        return SessionView(
+            home=home.node_id,
+            home_age_s=now - home.since,
+            idle_s=now - home.used_at,
+            prompt_pages=home.prompt_pages,
+            resident=self._residences(home.page_key) if home.page_key is not None else (),
+        )
+
+    def _residences(self, page_key: bytes) -> tuple[Residence, ...]:
+        return tuple(
+            Residence(node.node_id, engine.info.engine, tiers)
+            for node in self._node_by_id.values()
+            for engine in node.engine_by_index.values()
+            if (tiers := engine.residency.tiers(page_key))
+        )
 
     def _view(self, node: Node, now: float) -> NodeView:
         session = node.session

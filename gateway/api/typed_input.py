@@ -1,0 +1,90 @@
+"""A request's body or query string as a typed value, or an error that names the field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, get_origin
+from urllib.parse import parse_qsl
+
+import msgspec
+from msgspec import Struct
+
+from gateway.api.exchange import Exchange
+from gateway.errors import GatewayError, near, quote
+
+MAX_QUERY_FIELDS = 64
+Typed = TypeVar("Typed", bound=Struct)
+
+
+def read_json(data: bytes, decode: Callable[[bytes], Typed], *, remedy: str) -> Typed:
+    """The decoded body. Raises GatewayError: missing_body, invalid_json, invalid_request."""
+    if not data or data.isspace():
+        raise GatewayError(
+            "missing_body",
+            field="body",
+            found="nothing",
+            allowed="a JSON object",
+            remedy=remedy,
+        )
+    try:
+        return decode(data)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error), "body", ()) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        reason = str(error) if isinstance(error, msgspec.DecodeError) else "text that is not UTF-8"
+        raise GatewayError(
+            "invalid_json",
+            field="body",
+            found=reason[:200],
+            allowed="one JSON object in UTF-8 without lone surrogates, NaN or Infinity",
+            remedy="encode the body with a JSON library",
+        ) from None
+
+
+def read_query(exchange: Exchange, kind: type[Typed]) -> Typed:
+    """The query string as this struct; a tuple is written with commas. Raises GatewayError."""
+    text = exchange.scope["query_string"].decode("latin-1")
+    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+    values: dict[str, Any] = {}
+    try:
+        pairs = parse_qsl(text, keep_blank_values=True, max_num_fields=MAX_QUERY_FIELDS)
+    except ValueError:
+        raise refuse_field(
+            "query", "too many fields", f"at most {MAX_QUERY_FIELDS}", "send fewer"
+        ) from None
+    for name, value in pairs:
+        if name in values:
+            raise refuse_field(quote(name), "it twice", "it once", "send it once")
+        is_tuple = name in fields and get_origin(fields[name].type) is tuple
+        values[name] = value.split(",") if is_tuple else value
+    try:
+        return msgspec.convert(values, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error), "query", tuple(fields)) from None
+
+
+def refuse_field(field: str, found: str, allowed: str, remedy: str) -> GatewayError:
+    return GatewayError("invalid_request", field=field, found=found, allowed=allowed, remedy=remedy)
+
+
+def _invalid(message: str, whole: str, names: tuple[str, ...]) -> GatewayError:
+    """msgspec's "Expected `int`, got `str` - at `$.limit`" in four parts."""
+    reason, _, path = message.partition(" - at ")
+    field = path.strip("`").removeprefix("$").removeprefix(".") or whole
+    named = reason.rsplit("`", 2)[1] if reason.endswith("`") else ""
+    if reason.startswith("Object missing required field"):
+        name = named if field == whole else f"{field}.{named}"
+        return refuse_field(name, "nothing", "a value", "add the field")
+    if reason.startswith("Object contains unknown field"):
+        nearest = near(named, names)
+        remedy = f"did you mean {nearest[0]}?" if nearest else "leave it out"
+        return refuse_field(quote(named), "an unknown field", "the documented fields", remedy)
+    allowed, separator, found = reason.partition(", got ")
+    if separator or reason.startswith("Expected "):
+        allowed = allowed.removeprefix("Expected ").replace("`", "")
+        return refuse_field(
+            field, found.replace("`", "") or "another value", allowed, "mend the field"
+        )
+    return refuse_field(
+        field, reason.replace("`", ""), "a value of the documented type", "mend the field"
+    )
