@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import structlog
@@ -23,7 +23,7 @@ from structlog.typing import FilteringBoundLogger
 from gateway.api.body import BodyBudget
 from gateway.asgi import Application
 from gateway.config import GatewayConfig, read_secret
-from gateway.home import open_home
+from gateway.home import open_home, told_addresses
 from gateway.ledger.files import KEYS_NAME, LEDGER_NAME
 from gateway.ledger.keys import Keys
 from gateway.ledger.ledger import Ledger
@@ -137,11 +137,13 @@ async def running(services: Services, *, emit: Emit = silent) -> AsyncIterator[A
         try:
             services.started = True
             netloc = f"[{link_host}]" if ":" in link_host else link_host
-            yield Addresses(
+            addresses = Addresses(
                 url=public.url,
                 link_url=f"ws://{netloc}:{link_port}{LINK_PATH}",
                 admin_url=admin.url,
             )
+            with told_addresses(services.home.folder, **asdict(addresses)):
+                yield addresses
             services.draining.set()
             stop.set()
             await asyncio.wait(tasks, timeout=server.drain_s + CUT_AFTER_S)

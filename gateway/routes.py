@@ -1,7 +1,7 @@
 """One table of routes: path, methods, who may call, how large a body, what handles it.
 
 A path is matched against scope["path"] alone. `{name}` is one segment, `{name:rest}` all that is
-left (a model's name may hold slashes).
+left (a model's or a key's name may hold slashes).
 """
 
 from __future__ import annotations
@@ -133,9 +133,9 @@ ADMIN_ROUTES: tuple[Route, ...] = (
     _admin("/openapi.json", openapi.serving("Kagari admin", lambda: ADMIN_ROUTES)),
     _admin("/keys", keys.list_keys, query=keys.KeysQuery, answer=keys.KeyPage),
     _admin("/keys", keys.create_key, POST, body=keys.NewKey, answer=keys.CreatedKey, status=201),
-    _admin("/keys/{key}", keys.show_key, answer=Key),
-    _admin("/keys/{key}", keys.rename_key, ("PATCH",), body=keys.NewName, answer=Key),
-    _admin("/keys/{key}", keys.revoke_key, ("DELETE",), answer=Key),
+    _admin("/keys/{key:rest}", keys.show_key, answer=Key),
+    _admin("/keys/{key:rest}", keys.rename_key, ("PATCH",), body=keys.NewName, answer=Key),
+    _admin("/keys/{key:rest}", keys.revoke_key, ("DELETE",), answer=Key),
     _admin("/usage", usage.show_usage, query=usage.UsageQuery, answer=usage.UsageAnswer),
     _admin(
         "/requests",

@@ -12,7 +12,7 @@ Kagari = Callable[..., subprocess.CompletedProcess[str]]
 
 COMMANDS = (
     *("serve", "gateway", "node", "engine", "models", "keys", "usage", "ledger"),
-    *("doctor", "config", "demo"),
+    *("doctor", "config", "demo", "admin"),
 )
 # Each takes longer to import than a --help may take, or must never be in this process.
 HEAVY = ("torch", "transformers", "tokenizers", "hypercorn", "websockets", "httpx", "sqlite3")

@@ -10,7 +10,7 @@ from gateway.routes import ADMIN_ROUTES, PUBLIC_ROUTES, Route, find_route
 SAMPLE = {
     "account": "acc",
     "model:rest": "tiny/x",
-    **{"node": "n1", "key": "key_1", "request": "0" * 32, "digest": "0" * 32},
+    **{"node": "n1", "key:rest": "key_1", "request": "0" * 32, "digest": "0" * 32},
 }
 
 

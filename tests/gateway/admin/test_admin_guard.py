@@ -12,7 +12,7 @@ from gateway.routes import ADMIN_ROUTES, PUBLIC_ROUTES, Route
 from tests.gateway.api.conftest import KEY, RunningGateway
 
 OPERATORS = [route for route in ADMIN_ROUTES if route.role == "operator"]
-SAMPLE = {"{node}": "n1", "{key}": "nobody", "{request}": "0" * 32, "{digest}": "0" * 32}
+SAMPLE = {"{node}": "n1", "{key:rest}": "nobody", "{request}": "0" * 32, "{digest}": "0" * 32}
 
 
 def path_of(route: Route) -> str:
