@@ -150,7 +150,7 @@ ADMIN_ROUTES: tuple[Route, ...] = (
     _admin("/nodes/{node}/undrain", nodes.undrain, POST, answer=nodes.DrainAnswer),
     _admin("/prices", prices.show_prices, answer=prices.PricesAnswer),
     _admin(
-        "/sessions/lookup",
+        "/session-lookup",
         sessions.look_up_session,
         POST,
         body=sessions.SessionLookup,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, get_origin
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar, get_args, get_origin
 from urllib.parse import parse_qsl
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import FieldInfo
 
 from gateway.api.exchange import Exchange
 from gateway.errors import GatewayError, near, quote
@@ -29,7 +30,7 @@ def read_json(data: bytes, decode: Callable[[bytes], Typed], *, remedy: str) -> 
     try:
         return decode(data)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), "body", ()) from None
+        raise _invalid(str(error), "body", {}) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = str(error) if isinstance(error, msgspec.DecodeError) else "text that is not UTF-8"
         raise GatewayError(
@@ -60,15 +61,25 @@ def read_query(exchange: Exchange, kind: type[Typed]) -> Typed:
     try:
         return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), "query", tuple(fields)) from None
+        raise _invalid(str(error), "query", fields) from None
+
+
+def _choices(kind: Any) -> list[str]:
+    """The values of the literals in a type."""
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [choice for part in get_args(kind) for choice in _choices(part)]
 
 
 def refuse_field(field: str, found: str, allowed: str, remedy: str) -> GatewayError:
     return GatewayError("invalid_request", field=field, found=found, allowed=allowed, remedy=remedy)
 
 
-def _invalid(message: str, whole: str, names: tuple[str, ...]) -> GatewayError:
-    """msgspec's "Expected `int`, got `str` - at `$.limit`" in four parts."""
+def _invalid(message: str, whole: str, fields: Mapping[str, FieldInfo]) -> GatewayError:
+    """msgspec's "Expected `int`, got `str` - at `$.limit`" in four parts.
+
+    fields: those of the whole, where a misspelt name or value should be told the right ones.
+    """
     reason, _, path = message.partition(" - at ")
     field = path.strip("`").removeprefix("$").removeprefix(".") or whole
     named = reason.rsplit("`", 2)[1] if reason.endswith("`") else ""
@@ -76,9 +87,14 @@ def _invalid(message: str, whole: str, names: tuple[str, ...]) -> GatewayError:
         name = named if field == whole else f"{field}.{named}"
         return refuse_field(name, "nothing", "a value", "add the field")
     if reason.startswith("Object contains unknown field"):
-        nearest = near(named, names)
+        nearest = near(named, list(fields))
         remedy = f"did you mean {nearest[0]}?" if nearest else "leave it out"
         return refuse_field(quote(named), "an unknown field", "the documented fields", remedy)
+    if reason.startswith("Invalid enum value "):
+        name = field.partition("[")[0]
+        choices = ", ".join(_choices(fields[name].type)) if name in fields else ""
+        found = reason.removeprefix("Invalid enum value ")
+        return refuse_field(field, found, choices or "a documented value", "choose one of them")
     allowed, separator, found = reason.partition(", got ")
     if separator or reason.startswith("Expected "):
         allowed = allowed.removeprefix("Expected ").replace("`", "")

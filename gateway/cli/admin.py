@@ -218,7 +218,7 @@ def sessions(
         found = admin.ask("GET", "/sessions", digest)
     elif value is not None and model is not None and digest is None:
         body = {"value": value, "model": model, "tenant": tenant}
-        found = admin.ask("POST", "/sessions", "lookup", body=body)
+        found = admin.ask("POST", "/session-lookup", body=body)
     else:
         raise misused("VALUE", "what names no one session", "VALUE with --model, or --digest alone")
     admin.show(found, show_session, as_json=as_json)

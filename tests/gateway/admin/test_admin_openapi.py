@@ -91,7 +91,7 @@ def test_every_answer_is_what_its_document_says(gateway, admin, chat) -> None:
     bodies = {
         "/admin/v1/keys": {"name": "schema-2"},
         "/admin/v1/keys/{key}": {"name": "schema-3"},
-        "/admin/v1/sessions/lookup": {"value": "conversation-9", "model": "tiny"},
+        "/admin/v1/session-lookup": {"value": "conversation-9", "model": "tiny"},
     }
     names = {"key": made.json()["key_id"], "request": request_id, "digest": row["session"]}
     for route in ADMIN_ROUTES:

@@ -142,7 +142,11 @@ def test_usage_groups_add_up_to_the_total(gateway, admin, chat) -> None:
     ],
 )
 def test_a_wrong_query_of_usage_is_refused_by_its_field(admin, query, field) -> None:
-    refused(admin.get(f"/admin/v1/usage?{query}"), 400, "invalid_request", field)
+    error = refused(admin.get(f"/admin/v1/usage?{query}"), 400, "invalid_request", field)
+    if query == "group_by=hour":
+        assert (error["found"], error["allowed"]) == ("'hour'", "day, tenant, key, model")
+    if query.startswith("form"):
+        assert error["remedy"] == "did you mean from?"
 
 
 @pytest.mark.parametrize(
@@ -294,7 +298,7 @@ def test_a_session_is_found_by_the_clients_value_and_by_its_rows_digest(
     value = "conversation-2"
     request_id = chat({"say": "x", "pad": "z" * 200}, x_session_affinity=value)
     asked = {"value": value, "model": "tiny"}
-    found = admin.post("/admin/v1/sessions/lookup", json=asked).json()
+    found = admin.post("/admin/v1/session-lookup", json=asked).json()
     row = admin.get(f"/admin/v1/requests/{request_id}").json()
     assert found["session"] == row["session"]
     assert found["home"] == row["node"] == "n1"
@@ -302,7 +306,7 @@ def test_a_session_is_found_by_the_clients_value_and_by_its_rows_digest(
     assert found["prompt_pages"] == row["admitted_prompt_tokens"] // 16
     assert found["resident"] == [{"node_id": "n1", "engine": 0, "tiers": ["device"]}]
     assert value not in json.dumps(found)
-    by_alias = admin.post("/admin/v1/sessions/lookup", json={**asked, "model": "tiny-alias"}).json()
+    by_alias = admin.post("/admin/v1/session-lookup", json={**asked, "model": "tiny-alias"}).json()
     by_digest = admin.get(f"/admin/v1/sessions/{row['session']}").json()
     for other in (by_alias, by_digest):
         assert other["last_seen"] == pytest.approx(found["last_seen"], abs=0.1)
@@ -315,12 +319,12 @@ def test_a_session_of_others_or_of_nobody_is_not_found(gateway, admin, chat) -> 
     chat({"say": "x"}, x_session_affinity="conversation-3")
     asked = {"value": "conversation-3", "model": "tiny"}
     for wrong in ({"tenant": "acme"}, {"model": "other"}, {"value": "conversation-4"}):
-        lost = admin.post("/admin/v1/sessions/lookup", json={**asked, **wrong})
+        lost = admin.post("/admin/v1/session-lookup", json={**asked, **wrong})
         refused(lost, 404, "session_not_found", "session")
         assert "conversation" not in lost.text
     unsalted = scoped_digest(tenant="default", model="tiny", value="conversation-3").hex()
     refused(admin.get(f"/admin/v1/sessions/{unsalted}"), 404, "session_not_found", "session")
     for digest in ("abc", "zz" * 16, "00" * 15):
         refused(admin.get(f"/admin/v1/sessions/{digest}"), 400, "invalid_request", "digest")
-    bad = admin.post("/admin/v1/sessions/lookup", json={"value": "a\nb", "model": "tiny"})
+    bad = admin.post("/admin/v1/session-lookup", json={"value": "a\nb", "model": "tiny"})
     refused(bad, 400, "invalid_request", "value")
