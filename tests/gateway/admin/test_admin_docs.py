@@ -61,9 +61,8 @@ def test_every_example_runs_and_answers_as_it_says(gateway, admin, chat) -> None
             timeout=30,
             check=True,
         )
-        assert [form(one) for one in values(done.stdout)] == [form(one) for one in values(told)], (
-            command
-        )
+        answered, promised = values(done.stdout), values(told)
+        assert list(map(form, answered)) == list(map(form, promised)), command
         if "drain" in command:
             assert answered == promised
 
