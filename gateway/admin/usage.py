@@ -10,8 +10,9 @@ from msgspec import Struct
 
 from gateway.admin.paging import Limit
 from gateway.api.exchange import Exchange
-from gateway.api.ledger_read import read_ledger
 from gateway.api.typed_input import read_query, refuse_field
+from gateway.errors import GatewayError
+from gateway.ledger.reader import LedgerUnreadable
 from gateway.ledger.usage import Dimension, Scope, UsageLine, usage_report
 from gateway.services import Services
 
@@ -68,10 +69,19 @@ async def show_usage(services: Services, exchange: Exchange) -> None:
         if day is not None
     }
     scope = Scope(tenant=query.tenant, key_id=query.key, model=query.model, **days)
-    report = await read_ledger(
-        services.ledger_reader,
-        partial(usage_report, dimensions=query.group_by, scope=scope, max_lines=query.limit),
-    )
+    try:
+        report = await services.ledger_reader.read(
+            partial(usage_report, dimensions=query.group_by, scope=scope, max_lines=query.limit)
+        )
+    except LedgerUnreadable:
+        raise GatewayError(
+            "ledger_unreadable",
+            field="from",
+            found="totals that could not be read in time",
+            allowed="what can be summed within seconds",
+            remedy="ask for fewer days, or name a tenant, key or model",
+            retry_after_s=1.0,
+        ) from None
     await exchange.reply_json(
         UsageAnswer(
             query.group_by, tuple(map(_sum, report.lines)), _sum(report.total), report.is_cut

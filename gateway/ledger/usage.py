@@ -77,9 +77,11 @@ def usage_report(
     """Groups and their total as of one moment."""
     connection.execute("BEGIN")
     lines = _summed(connection, dimensions, scope, -1 if max_lines is None else max_lines + 1)
-    (total,) = _summed(connection, (), scope, 1)
+    shown = tuple(lines[:max_lines])
+    is_cut = len(lines) > len(shown)
+    total = _summed(connection, (), scope, 1)[0] if is_cut else _total(shown)
     connection.execute("COMMIT")
-    return UsageReport(tuple(lines[:max_lines]), total, len(lines) > len(lines[:max_lines]))
+    return UsageReport(shown, total, is_cut)
 
 
 def usage_by(
@@ -91,6 +93,12 @@ def usage_by(
     """
     with reading(path) as connection:
         return _summed(connection, dimensions, scope, -1)
+
+
+def _total(lines: Sequence[UsageLine]) -> UsageLine:
+    figures = UsageLine.__struct_fields__[len(COLUMN_BY_DIMENSION) :]
+    sums = (sum(getattr(line, figure) for line in lines) for figure in figures)
+    return UsageLine(None, None, None, None, *sums)
 
 
 def _summed(
