@@ -228,7 +228,7 @@ async def test_usage_says_when_it_has_more_groups_than_it_shows(path, row, end):
 # --- beside the writer --------------------------------------------------------------------------
 
 
-async def test_trap_48_the_log_is_truncated_though_readers_page_all_the_time(path, row, end):
+async def test_the_log_is_truncated_though_readers_page_all_the_time(path, row, end):
     async with LedgerReader(path) as reader, Ledger(path) as ledger:
         for i in range(60):
             await ledger.open(row(f"r{i}"))
