@@ -131,7 +131,7 @@ ADMIN_ROUTES: tuple[Route, ...] = (
     Route("/startupz", GET, "public", health.started, answer=str),
     Route("/metrics", GET, "public", health.metrics, answer=str),  # loopback by default
     _admin("/openapi.json", openapi.serving("Kagari admin", lambda: ADMIN_ROUTES)),
-    _admin("/keys", keys.list_keys, query=keys.KeysQuery, answer=keys.KeyPage),
+    _admin("/keys", keys.list_keys, query=keys.KeysQuery, answer=keys.KeyList),
     _admin("/keys", keys.create_key, POST, body=keys.NewKey, answer=keys.CreatedKey, status=201),
     _admin("/keys/{key:rest}", keys.show_key, answer=Key),
     _admin("/keys/{key:rest}", keys.rename_key, ("PATCH",), body=keys.NewName, answer=Key),

@@ -31,7 +31,7 @@ class KeysQuery(Struct, frozen=True, forbid_unknown_fields=True):
     after: After | None = None
 
 
-class KeyPage(Struct, frozen=True):
+class KeyList(Struct, frozen=True):
     """Keys, revoked ones too, oldest first. next: None at the end."""
 
     keys: tuple[Key, ...]
@@ -63,11 +63,11 @@ async def list_keys(services: Services, exchange: Exchange) -> None:
     """List keys, revoked ones too, oldest first."""
     query = read_query(exchange, KeysQuery)
     after = None if query.after is None else read_cursor(query.after, tuple[float, str])
-    found = await _change(services, lambda keys: keys.page(after, query.limit + 1))
+    found = await _change(services, lambda keys: keys.list_after(after, query.limit + 1))
     keys = tuple(found[: query.limit])
-    more = len(found) > len(keys)
-    position = (keys[-1].created_at, keys[-1].key_id) if more else None
-    await exchange.reply_json(KeyPage(keys, write_cursor(position) if more else None))
+    is_last = len(found) == len(keys)
+    cursor = None if is_last else write_cursor((keys[-1].created_at, keys[-1].key_id))
+    await exchange.reply_json(KeyList(keys, cursor))
 
 
 async def create_key(services: Services, exchange: Exchange) -> None:

@@ -33,10 +33,11 @@ class Disclosure(Struct, frozen=True):
     price_pico_usd_per_token: Rates
 
 
-class Model(Struct, frozen=True):
+class Model(Struct, frozen=True, kw_only=True):
     """The window is told under every name that clients look for it by."""
 
     id: str
+    object: Literal["model"] = "model"
     created: int
     owned_by: str
     context_length: int
@@ -46,18 +47,17 @@ class Model(Struct, frozen=True):
     meta: Training
     alias_of: str | None
     kagari: Disclosure
-    object: Literal["model"] = "model"
 
 
-class ModelList(Struct, frozen=True):
-    data: list[Model]
+class ModelList(Struct, frozen=True, kw_only=True):
     object: Literal["list"] = "list"
+    data: list[Model]
 
 
 async def list_models(services: Services, exchange: Exchange) -> None:
     """List what can be served now: the default first, aliases last."""
     models = services.fleet.models()
-    await exchange.reply_json(ModelList([_told(services, model) for model in models]))
+    await exchange.reply_json(ModelList(data=[_told(services, model) for model in models]))
 
 
 async def show_model(services: Services, exchange: Exchange) -> None:

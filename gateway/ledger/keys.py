@@ -116,7 +116,7 @@ class Keys:
         rows = self._connection.execute(f"SELECT {COLUMNS} FROM keys ORDER BY created_at, key_id")
         return [Key(*row) for row in rows]
 
-    def page(self, after: tuple[float, str] | None, limit: int) -> builtins.list[Key]:
+    def list_after(self, after: tuple[float, str] | None, limit: int) -> builtins.list[Key]:
         """The next `limit` keys after that (created_at, key_id), revoked ones too."""
         rows = self._connection.execute(
             f"SELECT {COLUMNS} FROM keys WHERE (created_at, key_id) > (?, ?)"

@@ -103,7 +103,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestPage:
+class NewestRequests:
     """next: ask again with it as `before`, also when this page is short; None is the end."""
 
     rows: list[RequestRow]
@@ -162,7 +162,7 @@ def newest_requests(
     limit: int,
     before: int | None = None,
     patience_s: float = PATIENCE_S,
-) -> RequestPage:
+) -> NewestRequests:
     """Rows in falling order of opening, so that a row opened later never moves a page.
 
     A page that holds fewer than limit rows is not the last one unless its next is None.
@@ -179,7 +179,7 @@ def newest_requests(
         high = found[-1][0] if len(rows) == limit else floor
         if time.monotonic() > give_up_at:
             break
-    return RequestPage(rows, high if low < high else None)
+    return NewestRequests(rows, high if low < high else None)
 
 
 def selecting(wanted: Wanted) -> tuple[str, tuple[str | float, ...]]:

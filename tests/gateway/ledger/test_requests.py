@@ -177,7 +177,7 @@ async def test_keys_are_paged_by_their_index(tmp_path):
         made = [keys.create(f"k{i}")[0] for i in range(7)]
         keys.revoke("k3")
         seen, after = [], None
-        while page := keys.page(after, 3):
+        while page := keys.list_after(after, 3):
             seen += [key.key_id for key in page]
             after = (page[-1].created_at, page[-1].key_id)
         assert seen == [key.key_id for key in made]
