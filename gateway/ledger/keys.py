@@ -19,6 +19,7 @@ from typing import Literal, Self
 import structlog
 from msgspec import Struct
 
+from gateway.errors import quote
 from gateway.ledger.files import LedgerError, make_private
 from gateway.ledger.migrate import migrate
 
@@ -172,7 +173,7 @@ class Keys:
             raise KeyRefused(
                 "taken",
                 "name",
-                found=f"{name!r}, a live key already",
+                found=f"{quote(name)}, a live key already",
                 allowed="a name that no live key has",
                 remedy="choose another or revoke that one",
             ) from None
@@ -256,7 +257,7 @@ def _unknown(name_or_id: str) -> KeyRefused:
     return KeyRefused(
         "unknown",
         "key",
-        found=repr(name_or_id),
+        found=quote(name_or_id),
         allowed="a live key's name or a key's id",
         remedy="see `kagari keys list`",
     )

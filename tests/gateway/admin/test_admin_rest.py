@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -11,6 +14,7 @@ import httpx
 import pytest
 
 from gateway.admin.prices import usd_per_million
+from gateway.ledger.files import KEYS_NAME
 from policies.affinity import scoped_digest
 from tests.gateway.api.conftest import KEY, OTHER_KEY
 
@@ -241,6 +245,36 @@ def test_no_answer_holds_what_a_client_said_or_was_told(gateway, admin, chat) ->
             path = path.replace(name, value)
         assert SECRET_TEXT not in admin.get(path).text, path
     assert SECRET_TEXT not in gateway.log.getvalue()
+
+
+# --- files that do not answer --------------------------------------------------------------------
+
+
+def test_a_ledger_that_does_not_answer_in_time_is_said(gateway, admin, monkeypatch) -> None:
+    monkeypatch.setattr(gateway.services.ledger_reader, "_deadline_s", 0.0)
+    error = refused(admin.get("/admin/v1/usage"), 503, "ledger_unreadable", "from")
+    assert "fewer days" in error["remedy"]
+    for path in ("/admin/v1/requests", "/admin/v1/requests/x"):
+        answer = admin.get(path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "ledger_unreadable")
+
+
+def test_a_book_of_keys_that_another_holds_is_said_and_holds_up_nobody(gateway, admin) -> None:
+    path = gateway.services.home.folder / KEYS_NAME
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with ThreadPoolExecutor(1) as thread:
+            waiting = thread.submit(admin.post, "/admin/v1/keys", json={"name": "held"})
+            with gateway.client() as client:
+                while not waiting.done():
+                    began = time.monotonic()
+                    assert client.get("/v1/models").status_code == 200
+                    assert time.monotonic() - began < 1.5  # the lock is waited for 2 s
+                    time.sleep(0.1)
+        answer = waiting.result()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "ledger_unreadable")
+    assert str(path) not in answer.text
+    assert admin.post("/admin/v1/keys", json={"name": "held"}).status_code == 201
 
 
 # --- nodes and prices ---------------------------------------------------------------------------
