@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 
 from gateway.admin.paging import After, Limit, read_cursor, write_cursor
 from gateway.api.exchange import Exchange
-from gateway.api.typed_input import read_json, read_query
+from gateway.api.typed_input import decoded, read_query
 from gateway.errors import GatewayError
 from gateway.ledger.files import KEYS_NAME, LedgerError
 from gateway.ledger.keys import MAX_NAME, Key, KeyRefused, Keys
@@ -72,7 +72,7 @@ async def list_keys(services: Services, exchange: Exchange) -> None:
 
 async def create_key(services: Services, exchange: Exchange) -> None:
     """Create a key; its secret is in this answer and nowhere else."""
-    new = read_json(exchange.body, _new_key, remedy="send a name")
+    new = decoded(exchange.body, _new_key, needs="a name")
     key, secret = await _change(services, lambda keys: keys.create(new.name, new.tenant))
     exchange.notes["key_id"] = key.key_id
     created = CreatedKey(**msgspec.structs.asdict(key), secret=secret)
@@ -87,7 +87,7 @@ async def show_key(services: Services, exchange: Exchange) -> None:
 
 async def rename_key(services: Services, exchange: Exchange) -> None:
     """Give a live key another name; its id and its secret stay."""
-    new = read_json(exchange.body, _new_name, remedy="send a name")
+    new = decoded(exchange.body, _new_name, needs="a name")
     name = exchange.parameters["key"]
     await _answer(services, exchange, lambda keys: keys.rename(keys.get(name).key_id, new.name))
 

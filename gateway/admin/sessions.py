@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from gateway.api.exchange import Exchange
-from gateway.api.typed_input import read_json, refuse_field
+from gateway.api.typed_input import decoded, refuse_field
 from gateway.errors import GatewayError, quote
 from gateway.nodes.views import Residence
 from gateway.services import Services
@@ -50,7 +50,7 @@ _lookup = msgspec.json.Decoder(SessionLookup).decode
 
 async def look_up_session(services: Services, exchange: Exchange) -> None:
     """Find a session by the client's own value, its tenant and its model."""
-    asked = read_json(exchange.body, _lookup, remedy="send value and model")
+    asked = decoded(exchange.body, _lookup, needs="value and model")
     if not is_usable(asked.value):
         raise refuse_field(
             "value",

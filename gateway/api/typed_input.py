@@ -17,20 +17,20 @@ MAX_QUERY_FIELDS = 64
 Typed = TypeVar("Typed", bound=Struct)
 
 
-def read_json(data: bytes, decode: Callable[[bytes], Typed], *, remedy: str) -> Typed:
-    """The decoded body. Raises GatewayError: missing_body, invalid_json, invalid_request."""
+def decoded(data: bytes, decode: Callable[[bytes], Typed], *, needs: str) -> Typed:
+    """The body by its type; raises GatewayError (400) that names the field."""
     if not data or data.isspace():
         raise GatewayError(
             "missing_body",
             field="body",
             found="nothing",
             allowed="a JSON object",
-            remedy=remedy,
+            remedy=f"send {needs}",
         )
     try:
         return decode(data)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), "body", {}) from None
+        raise _invalid(str(error), "body", {}, {}) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = str(error) if isinstance(error, msgspec.DecodeError) else "text that is not UTF-8"
         raise GatewayError(
@@ -61,7 +61,7 @@ def read_query(exchange: Exchange, kind: type[Typed]) -> Typed:
     try:
         return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), "query", fields) from None
+        raise _invalid(str(error), "query", fields, values) from None
 
 
 def _choices(kind: Any) -> list[str]:
@@ -75,10 +75,12 @@ def refuse_field(field: str, found: str, allowed: str, remedy: str) -> GatewayEr
     return GatewayError("invalid_request", field=field, found=found, allowed=allowed, remedy=remedy)
 
 
-def _invalid(message: str, whole: str, fields: Mapping[str, FieldInfo]) -> GatewayError:
+def _invalid(
+    message: str, whole: str, fields: Mapping[str, FieldInfo], values: Mapping[str, Any]
+) -> GatewayError:
     """msgspec's "Expected `int`, got `str` - at `$.limit`" in four parts.
 
-    fields: those of the whole, where a misspelt name or value should be told the right ones.
+    fields and values of the whole, where a misspelt name or value should be told the right ones.
     """
     reason, _, path = message.partition(" - at ")
     field = path.strip("`").removeprefix("$").removeprefix(".") or whole
@@ -98,9 +100,8 @@ def _invalid(message: str, whole: str, fields: Mapping[str, FieldInfo]) -> Gatew
     allowed, separator, found = reason.partition(", got ")
     if separator or reason.startswith("Expected "):
         allowed = allowed.removeprefix("Expected ").replace("`", "")
-        return refuse_field(
-            field, found.replace("`", "") or "another value", allowed, "mend the field"
-        )
+        shown = quote(str(values[field])) if field in values else "another value"
+        return refuse_field(field, found.replace("`", "") or shown, allowed, "mend the field")
     return refuse_field(
         field, reason.replace("`", ""), "a value of the documented type", "mend the field"
     )
