@@ -6,8 +6,11 @@ of a microsecond, against half of one for a struct. What is rare is spelled out 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
+from gateway.api.choice import Turn
 from policies.contract.wire import Usage
 
 HEARTBEAT = b": keep-alive\n\n"
@@ -23,37 +26,53 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ChatChunks:
-    """Events of one stream. With include_usage each carries usage: null until the last."""
+    """The chat dialect. With include_usage each event carries usage: null until the last."""
 
-    def __init__(self, *, completion_id: str, created: int, model: str, include_usage: bool):
+    def __init__(
+        self, *, completion_id: str, created: int, model: str, include_usage: bool, choices: int = 1
+    ):
+        self._id, self._created, self._model = completion_id, created, model
         self._open = (
             b'data: {"id":%b,"object":"chat.completion.chunk","created":%d,"model":%b,"choices":['
             % (_encode(completion_id), created, _encode(model))
         )
         self._close = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
-        self._head = self._open + b'{"index":0,"delta":{"content":'
+        self._heads = [
+            self._open + b'{"index":%d,"delta":{"content":' % index for index in range(choices)
+        ]
         self._tail = b'},"logprobs":null,"finish_reason":null}' + self._close
+        self._role = b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
 
-    def role(self) -> bytes:
+    def opening(self, index: int) -> bytes:
+        return self._open + b'{"index":%d,"delta":' % index + self._role + self._close
+
+    def turn(self, turn: Turn) -> bytes:
+        """What a choice says now, its end included."""
+        data = b"".join([self.content(delta.text, turn.index) for delta in turn.deltas])
+        return data if turn.reason is None else data + self.finish(turn.reason, turn.index)
+
+    def content(self, text: str, index: int = 0) -> bytes:
+        return self._heads[index] + _encode(text) + self._tail
+
+    def finish(self, reason: str, index: int = 0) -> bytes:
         return (
             self._open
-            + b'{"index":0,"delta":{"role":"assistant","content":""},'
-            + b'"logprobs":null,"finish_reason":null}'
-            + self._close
-        )
-
-    def content(self, text: str) -> bytes:
-        return self._head + _encode(text) + self._tail
-
-    def finish(self, reason: str) -> bytes:
-        return (
-            self._open
-            + b'{"index":0,"delta":{},"logprobs":null,"finish_reason":%b}' % _encode(reason)
+            + b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}'
+            % (index, _encode(reason))
             + self._close
         )
 
     def usage(self, usage: Usage) -> bytes:
         return self._open + b'],"usage":%b}\n\n' % _encode(usage_fields(usage))
+
+    def whole(self, turns: Sequence[Sequence[Turn]], usage: Usage) -> bytes:
+        return completion(
+            completion_id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[chat_choice(index, choice) for index, choice in enumerate(turns)],
+            usage=usage,
+        )
 
 
 def error_event(body: bytes) -> bytes:
@@ -71,8 +90,24 @@ def usage_fields(usage: Usage) -> dict[str, object]:
     }
 
 
+def chat_choice(index: int, turns: Sequence[Turn]) -> dict[str, object]:
+    """All turns of one choice."""
+    text = "".join([delta.text for turn in turns for delta in turn.deltas])
+    return {
+        "index": index,
+        "message": {"role": "assistant", "content": text, "refusal": None},
+        "logprobs": None,
+        "finish_reason": turns[-1].reason,
+    }
+
+
 def completion(
-    *, completion_id: str, created: int, model: str, text: str, reason: str, usage: Usage
+    *,
+    completion_id: str,
+    created: int,
+    model: str,
+    choices: Sequence[dict[str, object]],
+    usage: Usage,
 ) -> bytes:
     """The whole answer of a request that did not ask for a stream."""
     return _encode(
@@ -81,14 +116,7 @@ def completion(
             "object": "chat.completion",
             "created": created,
             "model": model,
-            "choices": [
-                {
-                    "index": 0,
-                    "message": {"role": "assistant", "content": text, "refusal": None},
-                    "logprobs": None,
-                    "finish_reason": reason,
-                }
-            ],
+            "choices": choices,
             "usage": usage_fields(usage),
         }
     )
