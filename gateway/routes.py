@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gateway.admin import nodes
-from gateway.api import chat, health, models
+from gateway.api import chat, completions, health, models
 from gateway.api.exchange import Exchange
 from gateway.errors import GatewayError, near, quote
 from gateway.services import Services
@@ -60,9 +60,11 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
     Route("/v1/models", GET, "client", models.list_models),
     Route("/v1/models/{model:rest}", GET, "client", models.show_model),
     Route("/v1/chat/completions", ("POST",), "client", chat.chat, "json", None),
+    Route("/v1/completions", ("POST",), "client", completions.completions, "json", None),
     Route(ACCOUNT + "/v1/models", GET, "client", models.list_models),
     Route(ACCOUNT + "/v1/models/{model:rest}", GET, "client", models.show_model),
     Route(ACCOUNT + "/v1/chat/completions", ("POST",), "client", chat.chat, "json", None),
+    Route(ACCOUNT + "/v1/completions", ("POST",), "client", completions.completions, "json", None),
 )
 
 ADMIN_ROUTES: tuple[Route, ...] = (

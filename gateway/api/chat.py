@@ -39,6 +39,7 @@ async def chat(services: Services, exchange: Exchange) -> None:
             model=request.model,
             include_usage=request.include_usage,
             choices=len(run.choices),
+            token_bytes=None if request.sampling.logprobs is None else served.text.token_bytes,
         )
         await answer(
             services,
