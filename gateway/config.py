@@ -51,6 +51,8 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     header_bytes: int = 32 << 10
     stop_strings: int = 16
     stop_chars: int = 256
+    choices: int = 16  # n of a request, and how many of its choices run at a time
+    prompts: int = 256  # of one request to /v1/completions
     max_completion_tokens: int | None = None  # on top of the model's own room
     request_deadline_s: float = 600.0
 
@@ -277,6 +279,8 @@ def _check(config: GatewayConfig) -> None:
         "limits.body_grace_s": config.limits.body_grace_s,
         "limits.body_min_bytes_per_s": config.limits.body_min_bytes_per_s,
         "limits.header_bytes": config.limits.header_bytes,
+        "limits.choices": config.limits.choices,
+        "limits.prompts": config.limits.prompts,
         "limits.request_deadline_s": config.limits.request_deadline_s,
         "admission.concurrent_requests": config.admission.concurrent_requests,
         "admission.concurrent_requests_per_key": config.admission.concurrent_requests_per_key,

@@ -15,8 +15,9 @@ from msgspec import Struct
 
 from gateway import openapi
 from gateway.admin import keys, nodes, prices, requests, sessions, usage
-from gateway.api import chat, health, models
+from gateway.api import chat, completions, health, models
 from gateway.api.chat_request import ChatBody
+from gateway.api.completions_request import CompletionBody
 from gateway.api.exchange import Exchange
 from gateway.errors import GatewayError, near, quote
 from gateway.ledger.keys import Key
@@ -79,6 +80,11 @@ def _admin(
     )
 
 
+def _completion(path: str, handler: Handler, body: type[Struct]) -> Route:
+    """A route that computes: its body may be as large as is configured, its answer a stream."""
+    return Route(path, ("POST",), "client", handler, "json", None, body=body, streams=True)
+
+
 def _pattern(path: str) -> re.Pattern[str]:
     pieces = re.split(r"\{(\w+)(:rest)?\}", path)
     text = re.escape(pieces[0])
@@ -106,23 +112,14 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
     ),
     Route("/v1/models", GET, "client", models.list_models, answer=models.ModelList),
     Route("/v1/models/{model:rest}", GET, "client", models.show_model, answer=models.Model),
-    Route(
-        "/v1/chat/completions", POST, "client", chat.chat, "json", None, body=ChatBody, streams=True
-    ),
+    _completion("/v1/chat/completions", chat.chat, ChatBody),
+    _completion("/v1/completions", completions.completions, CompletionBody),
     Route(ACCOUNT + "/v1/models", GET, "client", models.list_models, answer=models.ModelList),
     Route(
         ACCOUNT + "/v1/models/{model:rest}", GET, "client", models.show_model, answer=models.Model
     ),
-    Route(
-        ACCOUNT + "/v1/chat/completions",
-        POST,
-        "client",
-        chat.chat,
-        "json",
-        None,
-        body=ChatBody,
-        streams=True,
-    ),
+    _completion(ACCOUNT + "/v1/chat/completions", chat.chat, ChatBody),
+    _completion(ACCOUNT + "/v1/completions", completions.completions, CompletionBody),
 )
 
 ADMIN_ROUTES: tuple[Route, ...] = (

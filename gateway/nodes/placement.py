@@ -111,13 +111,16 @@ class Placement:
 
     def _candidate(self, node: Node, engine: Engine, flow: Flow) -> Candidate:
         session = node.session
+        in_flight = session.in_flight if session is not None else 0
+        if in_flight:  # a bound makes the many lanes of one request wait, it never shuts them out
+            in_flight += flow.dispatch.n - 1
         return Candidate(
             node_id=node.node_id,
             engine=engine.info.engine,
             state=node.state(servable=True),  # its engine is asked below
             engine_ready=self._served.is_servable(engine),
             tried=node.node_id in flow.tried,
-            in_flight=session.in_flight if session is not None else 0,
+            in_flight=in_flight,
             max_in_flight=self._max_in_flight,
             overloaded=session is not None and not session.outbox.has_room(),
             backlog_tokens=engine.backlog_tokens,
