@@ -21,6 +21,8 @@ import structlog
 from structlog.typing import FilteringBoundLogger
 
 from gateway.api.body import BodyBudget
+from gateway.api.exchange import Exchange
+from gateway.api.idempotency import Idempotency
 from gateway.asgi import Application
 from gateway.config import GatewayConfig, read_secret
 from gateway.home import open_home
@@ -28,6 +30,7 @@ from gateway.ledger.files import KEYS_NAME, LEDGER_NAME
 from gateway.ledger.keys import Keys
 from gateway.ledger.ledger import Ledger
 from gateway.ledger.prices import load_prices
+from gateway.ledger.reader import LedgerReader
 from gateway.nodes.bundles import Bundles
 from gateway.nodes.fleet import Fleet, FleetConfig, default_parameters
 from gateway.nodes.link import LINK_PATH, LinkServer
@@ -81,6 +84,7 @@ async def build(
                 keys.import_literal(key)
         with _stage(emit, "ledger", ""):
             ledger = await stack.enter_async_context(Ledger(home.folder / LEDGER_NAME))
+            reader = await stack.enter_async_context(LedgerReader(home.folder / LEDGER_NAME))
         with _stage(emit, "fleet", ""):
             parameters = _parameters(config.routing.parameters_file)
             fleet = Fleet(
@@ -95,18 +99,30 @@ async def build(
                 on_usage_record=lambda record: ledger.settle_from_usage_record(record, time.time()),
             )
             prices = _prices(config.models.prices_file)
+        metrics, log = Metrics(), log or structlog.get_logger("kagari.gateway")
+
+        def tell_outlived(exchange: Exchange) -> None:
+            log.info(
+                "request_outlived_its_client", request_id=exchange.request_id, **exchange.notes
+            )
+
+        idempotency = await stack.enter_async_context(
+            Idempotency(config, home.secret, reader, metrics, on_outlived=tell_outlived)
+        )
         yield Services(
             config=config,
             home=home,
             fleet=fleet,
             ledger=ledger,
+            ledger_reader=reader,
+            idempotency=idempotency,
             keys=keys,
             prices=prices,
             policy_version=parameters.version,
             admission=Admission(config.admission),
             body_budget=BodyBudget(config.limits.body_bytes_in_flight),
-            metrics=Metrics(),
-            log=log or structlog.get_logger("kagari.gateway"),
+            metrics=metrics,
+            log=log,
         )
 
 

@@ -26,7 +26,8 @@ NO_BODY_BYTES = 4096  # what a route without a body reads and ignores
 
 @dataclass(frozen=True)
 class Route:
-    """body_bytes: None means the configured limit of a request body."""
+    """body_bytes: None means the configured limit of a request body. generates: it is billed, so
+    an Idempotency-Key counts."""
 
     path: str
     methods: tuple[str, ...]
@@ -34,6 +35,7 @@ class Route:
     handler: Handler
     body_type: BodyType = "none"
     body_bytes: int | None = NO_BODY_BYTES
+    generates: bool = False
     pattern: re.Pattern[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -59,10 +61,18 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
     Route("/metrics", GET, "operator", health.metrics),
     Route("/v1/models", GET, "client", models.list_models),
     Route("/v1/models/{model:rest}", GET, "client", models.show_model),
-    Route("/v1/chat/completions", ("POST",), "client", chat.chat, "json", None),
+    Route("/v1/chat/completions", ("POST",), "client", chat.chat, "json", None, generates=True),
     Route(ACCOUNT + "/v1/models", GET, "client", models.list_models),
     Route(ACCOUNT + "/v1/models/{model:rest}", GET, "client", models.show_model),
-    Route(ACCOUNT + "/v1/chat/completions", ("POST",), "client", chat.chat, "json", None),
+    Route(
+        ACCOUNT + "/v1/chat/completions",
+        ("POST",),
+        "client",
+        chat.chat,
+        "json",
+        None,
+        generates=True,
+    ),
 )
 
 ADMIN_ROUTES: tuple[Route, ...] = (
