@@ -106,16 +106,15 @@ async def build(
                 "request_outlived_its_client", request_id=exchange.request_id, **exchange.notes
             )
 
-        idempotency = await stack.enter_async_context(
-            Idempotency(config, home.secret, reader, metrics, on_outlived=tell_outlived)
-        )
         yield Services(
             config=config,
             home=home,
             fleet=fleet,
             ledger=ledger,
             ledger_reader=reader,
-            idempotency=idempotency,
+            idempotency=Idempotency(
+                config, home.secret, reader, metrics, on_outlived=tell_outlived
+            ),
             keys=keys,
             prices=prices,
             policy_version=parameters.version,
@@ -140,6 +139,7 @@ async def running(services: Services, *, emit: Emit = silent) -> AsyncIterator[A
         link_host = server.link_host or server.host
         links = LinkServer(services.fleet, join_token=services.home.join_token)
         link_port = await stack.enter_async_context(links.serve(link_host, server.link_port))
+        stack.push_async_callback(services.idempotency.close)
         tasks = [
             asyncio.create_task(_serve(services, listener, routes_app, stop))
             for listener, routes_app in (

@@ -16,8 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 from starlette.types import Message
 
@@ -54,7 +53,7 @@ class _Run:
 
 @dataclass(slots=True)
 class Idempotency:
-    """Use as an async context manager inside the ledger's: leaving it ends what still runs."""
+    """All keys of one gateway; used on its loop."""
 
     config: GatewayConfig
     secret: bytes  # keys are known by digests salted with it, here and in the ledger
@@ -242,17 +241,8 @@ class Idempotency:
         exchange.notes["idempotency"] = outcome
         self.metrics.count("kagari_idempotent_requests", outcome=outcome)
 
-    # --- life -------------------------------------------------------------------------------------
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def close(self) -> None:
+        """End what still runs: no retry can come any more. Links and ledger must still be there."""
         runs = list(self._run_by_answer.values())
         for run in runs:
             self._give_up(run)

@@ -16,6 +16,7 @@ import msgspec
 import openai
 import pytest
 
+from gateway.api import answers
 from gateway.config import GatewayConfig, IdempotencyConfig, ServerConfig, StreamConfig
 from gateway.ledger.files import LEDGER_NAME
 from gateway.ledger.verify import verify
@@ -68,7 +69,7 @@ def rows(gateway: Any) -> list[tuple[str, str]]:
         connection.close()
 
 
-def start(gateway: Any, body: bytes, headers: dict[str, str]) -> socket.socket:
+def open_request(gateway: Any, body: bytes, headers: dict[str, str]) -> socket.socket:
     """A request on a raw socket, which can be left at any moment."""
     sock = gateway.connect()
     extra = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
@@ -83,6 +84,11 @@ def read_until(sock: socket.socket, wanted: bytes) -> bytes:
         assert piece, data
         data += piece
     return data
+
+
+def streamed_text(reply: httpx.Response) -> str:
+    events = [json.loads(line[6:]) for line in reply.text.split("\n") if line.startswith("data: {")]
+    return "".join(c["delta"].get("content", "") for event in events for c in event["choices"])
 
 
 def wait_for(condition: Any, seconds: float = 5.0) -> None:
@@ -128,11 +134,9 @@ def test_retries_at_the_same_instant_and_later_join_the_one_that_runs(
         replies = list(threads.map(at_once, range(4)))
     assert {reply.status_code for reply in replies} == {200}
     assert len({reply.content for reply in replies}) == 1
-    assert b"abcdefghij" * 6 in b"".join(
-        b"".join(c["delta"].get("content", "").encode() for c in json.loads(line[6:])["choices"])
-        for line in replies[0].content.splitlines()
-        if line.startswith(b"data: {")
-    ) or (not stream and replies[0].json()["choices"][0]["message"]["content"] == SLOW["say"])
+    reply = replies[0]
+    text = streamed_text(reply) if stream else reply.json()["choices"][0]["message"]["content"]
+    assert text == SLOW["say"]
     assert len(gateway.node.served) == 1
     assert [row[1] for row in rows(gateway)[before:]] == ["ok"]
     assert sum("idempotent-replayed" in reply.headers for reply in replies) == 3
@@ -142,7 +146,7 @@ def test_retries_at_the_same_instant_and_later_join_the_one_that_runs(
 def test_client_that_left_and_comes_back_joins(gateway, post, key, stream) -> None:
     before = len(rows(gateway))
     body = body_of(SLOW, stream=stream)
-    sock = start(gateway, body, key)
+    sock = open_request(gateway, body, key)
     if stream:
         seen = read_until(sock, b'"content":"a"')
     else:
@@ -164,16 +168,132 @@ def test_client_that_left_and_comes_back_after_the_end_gets_the_whole_answer(
     gateway, post, key
 ) -> None:
     script = {"say": "abcdef", "delay_s": 0.05}
-    start(gateway, body_of(script), key).close()
+    open_request(gateway, body_of(script), key).close()
     gateway.wait_idle()
     assert post(body_of(script), key).json()["choices"][0]["message"]["content"] == "abcdef"
     assert len(gateway.node.served) == 1
 
 
 def test_client_that_does_not_come_back_is_aborted_after_the_grace_and_billed_once(
-    tmp_path, start: Any = start
+    tmp_path, start, key
 ) -> None:
-    pass
+    body = body_of({"say": "x" * 1000, "delay_s": 0.02}, stream=True)
+    with start(tmp_path, config_of(leave_grace_s=0.5)) as running, running.client() as client:
+        sock = open_request(running, body, key)
+        read_until(sock, b'"content":"x"')
+        sock.close()
+        left = time.monotonic()
+        wait_for(lambda: running.node.served[0].aborted)
+        assert time.monotonic() - left > 0.4
+        ((request_id, status),) = rows(running)
+        assert status == "client_left"
+        reply = client.post(CHAT, content=body, headers=key)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (409, "idempotent_answer_gone")
+        assert request_id in reply.json()["error"]["found"]
+        assert reply.headers["x-should-retry"] == "false"
+        assert rows(running) == [(request_id, "client_left")]
+        told = [e for e in running.log_lines() if e["event"] == "request_outlived_its_client"]
+        assert [(e["request_id"], e["finish"]) for e in told] == [(request_id, "client_left")]
+
+
+def test_without_a_grace_or_a_key_leaving_aborts_at_once(tmp_path, start, key) -> None:
+    body = body_of({"say": "x" * 1000, "delay_s": 0.02}, stream=True)
+    with start(tmp_path, config_of(leave_grace_s=0.0)) as running:
+        for headers in (key, {}):
+            sock = open_request(running, body, headers)
+            read_until(sock, b'"content":"x"')
+            sock.close()
+            running.wait_idle(2.0)
+        assert [row[1] for row in rows(running)] == ["client_left", "client_left"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answer_too_large_to_keep_is_served_once_and_then_gone(
+    tmp_path, start, key, stream, monkeypatch
+) -> None:
+    monkeypatch.setattr(answers, "WINDOW_BYTES", 1024)
+    body = body_of({"say": '"' * 100, "times": 30, "step": 100}, stream=stream)  # 6 kB of JSON
+    with start(tmp_path, config_of(answer_bytes=4096)) as running, running.client() as client:
+        plain = client.post(CHAT, content=body)
+        first = client.post(CHAT, content=body, headers=key)
+        assert first.status_code == 200
+        if stream:
+            assert streamed_text(plain) == streamed_text(first)
+            assert first.content.endswith(b"[DONE]\n\n")
+        else:
+            assert plain.json()["choices"] == first.json()["choices"]
+        running.wait_idle()
+        reply = client.post(CHAT, content=body, headers=key)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (409, "idempotent_answer_gone")
+        assert first.headers["x-request-id"] in reply.json()["error"]["message"]
+        assert running.services.idempotency.store.held_bytes == 0
+        assert len(running.node.served) == 2
+
+
+def test_retry_of_one_that_is_too_large_to_join_is_told_to_wait(tmp_path, start, key) -> None:
+    body = body_of({"say": "x" * 60, "delay_s": 0.02}, stream=True)
+    with start(tmp_path, config_of(answer_bytes=300)) as running, running.client() as client:
+        with open_request(running, body, key) as sock:
+            read_until(sock, b'"content":"x"')
+            read_until(sock, b'"content":"x"')
+            reply = client.post(CHAT, content=body, headers=key)
+            assert reply.json()["error"]["code"] == "idempotency_in_progress"
+            assert (reply.status_code, reply.headers["retry-after-ms"]) == (409, "1000")
+            assert reply.headers["x-should-retry"] == "true"
+            read_until(sock, b"[DONE]")
+        assert len(running.node.served) == 1
+
+
+def test_evicted_and_outdated_answers_are_gone_and_never_run_again(tmp_path, start) -> None:
+    with (
+        start(tmp_path, config_of(stored_bytes=6000, lifetime_s=2.0)) as running,
+        running.client() as client,
+    ):
+        bodies = [body_of({"say": str(number)}) for number in range(6)]
+        for number, body in enumerate(bodies):
+            headers = {"idempotency-key": f"k{number}"}
+            assert client.post(CHAT, content=body, headers=headers).status_code == 200
+            assert running.services.idempotency.store.held_bytes <= 6000
+        running.wait_idle()
+        evicted = client.post(CHAT, content=bodies[0], headers={"idempotency-key": "k0"})
+        kept = client.post(CHAT, content=bodies[5], headers={"idempotency-key": "k5"})
+        time.sleep(2.0)
+        outdated = client.post(CHAT, content=bodies[5], headers={"idempotency-key": "k5"})
+        assert [r.status_code for r in (evicted, kept, outdated)] == [409, 200, 409]
+        assert len(running.node.served) == len(rows(running)) == 6
+
+
+def test_reader_that_takes_nothing_ends_only_its_own_answer(tmp_path, start, key) -> None:
+    config = msgspec.structs.replace(
+        config_of(),
+        server=ServerConfig(port=0, link_port=0, admin_port=0, drain_s=1.0, send_buffer_bytes=4096),
+        stream=StreamConfig(first_heartbeat_s=0.3, heartbeat_s=0.2, send_stall_s=1.0),
+    )
+    body = body_of({"say": "y" * 3500}, stream=True)  # 700 kB of events
+    with start(tmp_path, config) as running, running.client() as client:
+        idle = running.connect()
+        idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        idle.sendall(running.raw(body, extra=f"Idempotency-Key: {key['idempotency-key']}\r\n"))
+        wait_for(lambda: running.node.served)
+        reply = client.post(CHAT, content=body, headers=key)
+        assert reply.content.endswith(b"[DONE]\n\n")
+        assert [row[1] for row in rows(running)] == ["ok"]
+        wait_for(
+            lambda: [e for e in running.log_lines() if e.get("client_left")]
+        )  # cut while its answer is kept
+        assert len(idle.recv(1 << 20)) < len(reply.content)
+        idle.close()
+
+
+def test_gateway_that_stops_settles_what_waits_for_a_retry(tmp_path, start, key) -> None:
+    body = body_of({"say": "x" * 1000, "delay_s": 0.02}, stream=True)
+    with start(tmp_path, config_of(leave_grace_s=600.0)) as running:
+        sock = open_request(running, body, key)
+        read_until(sock, b'"content":"x"')
+        sock.close()
+    connection = sqlite3.connect(tmp_path / LEDGER_NAME)
+    assert connection.execute("SELECT status FROM requests").fetchall() == [("client_left",)]
+    connection.close()
 
 
 def test_other_body_with_the_same_key_is_refused(gateway, post, key) -> None:
@@ -246,7 +366,10 @@ def test_everybody_who_joined_is_told_of_the_failure(gateway, key, post) -> None
 def test_official_sdk_that_timed_out_gets_its_answer_by_its_own_retry(gateway, key, ask) -> None:
     before = len(rows(gateway))
     with openai.OpenAI(
-        base_url=gateway.url + "/v1", api_key="test-key-0123456789abcdef", max_retries=2, timeout=0.6
+        base_url=gateway.url + "/v1",
+        api_key="test-key-0123456789abcdef",
+        max_retries=2,
+        timeout=0.6,
     ) as client:
         reply = client.chat.completions.create(
             **ask({"say": "late", "first_s": 1.2}), extra_headers=key
