@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gateway.admin import nodes
-from gateway.api import chat, health, models
+from gateway.api import chat, health, models, usage
 from gateway.api.exchange import Exchange
 from gateway.errors import GatewayError, near, quote
 from gateway.services import Services
@@ -62,6 +62,7 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
     Route("/v1/models", GET, "client", models.list_models),
     Route("/v1/models/{model:rest}", GET, "client", models.show_model),
     Route("/v1/chat/completions", ("POST",), "client", chat.chat, "json", None, generates=True),
+    Route("/v1/usage", GET, "client", usage.show_usage),
     Route(ACCOUNT + "/v1/models", GET, "client", models.list_models),
     Route(ACCOUNT + "/v1/models/{model:rest}", GET, "client", models.show_model),
     Route(
