@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gateway.admin import nodes
-from gateway.api import chat, health, models, usage
+from gateway.api import chat, health, models, tokenize, usage
 from gateway.api.exchange import Exchange
 from gateway.errors import GatewayError, near, quote
 from gateway.services import Services
@@ -62,6 +62,10 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
     Route("/v1/models", GET, "client", models.list_models),
     Route("/v1/models/{model:rest}", GET, "client", models.show_model),
     Route("/v1/chat/completions", ("POST",), "client", chat.chat, "json", None, generates=True),
+    Route("/tokenize", ("POST",), "client", tokenize.tokenize, "json", None),
+    Route("/detokenize", ("POST",), "client", tokenize.detokenize, "json", None),
+    Route("/v1/tokenize", ("POST",), "client", tokenize.tokenize, "json", None),
+    Route("/v1/detokenize", ("POST",), "client", tokenize.detokenize, "json", None),
     Route("/v1/usage", GET, "client", usage.show_usage),
     Route(ACCOUNT + "/v1/models", GET, "client", models.list_models),
     Route(ACCOUNT + "/v1/models/{model:rest}", GET, "client", models.show_model),
