@@ -302,6 +302,10 @@ def _check(config: GatewayConfig) -> None:
     for name, value in positive.items():
         if not value > 0:
             raise ConfigError(name, str(value), "a number above 0", "Raise it.")
+    for key in IdempotencyConfig.__struct_fields__:
+        value = getattr(config.idempotency, key)
+        if not value >= 0:
+            raise ConfigError(f"idempotency.{key}", str(value), "0 or more", "Raise it.")
     if config.limits.body_bytes_in_flight < config.limits.body_bytes:
         raise ConfigError(
             "limits.body_bytes_in_flight",

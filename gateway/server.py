@@ -228,8 +228,8 @@ def _refusal(status_code: int) -> GatewayError | None:
         return GatewayError(
             "invalid_request",
             field="request",
-            found="bytes that are no HTTP/1.1 request",
-            allowed="HTTP/1.1 or HTTP/2",
+            found="bytes that are no HTTP request",
+            allowed="well-formed HTTP/2 or HTTP/1.1",
             remedy="send it with an HTTP library",
         )
     return None

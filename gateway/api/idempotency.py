@@ -61,7 +61,7 @@ class Idempotency:
     metrics: Metrics
     on_outlived: Callable[[Exchange], None]  # an answer that ended after its first client
     store: AnswerStore = field(init=False)
-    _run_by_answer: dict[int, _Run] = field(default_factory=dict)  # by id(): runs hold the answer
+    _run_by_answer: dict[Answer, _Run] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         limits = self.config.idempotency
@@ -123,7 +123,7 @@ class Idempotency:
             self._note(exchange, "refused")
             raise _in_progress(answer.request_id, 1.0)
         self._note(exchange, "joined" if answer.is_running else "replayed")
-        run = self._run_by_answer.get(id(answer))
+        run = self._run_by_answer.get(answer)
         if run is not None and run.grace is not None:
             run.grace.cancel()
             run.grace = None
@@ -149,7 +149,7 @@ class Idempotency:
             idempotency_digest=digest,
         )
         exchange.body = b""
-        run = self._run_by_answer[id(answer)] = _Run(digest, answer, own)
+        run = self._run_by_answer[answer] = _Run(digest, answer, own)
         run.task = asyncio.create_task(self._run(run, handler, serve))
         run.task.add_done_callback(partial(self._finish, run))
 
@@ -161,7 +161,7 @@ class Idempotency:
         """Not in the task's own end: one that is cancelled before its first step has none."""
         if run.grace is not None:
             run.grace.cancel()
-        del self._run_by_answer[id(run.answer)]
+        del self._run_by_answer[run.answer]
         self.store.finish(run.digest, run.answer, keep=run.exchange.is_billed, now=time.monotonic())
         if run.is_told:
             self.on_outlived(run.exchange)
@@ -213,26 +213,24 @@ class Idempotency:
 
     def _leave(self, answer: Answer, reader: Reader, exchange: Exchange) -> None:
         is_alone = self.store.leave(answer, reader)
-        run = self._run_by_answer.get(id(answer))
-        if run is None:
-            return
-        if answer.is_complete:
+        run = self._run_by_answer.get(answer)
+        if run is None or answer.is_complete:
             return
         run.is_told = run.is_told or exchange.request_id == answer.request_id
         if not is_alone:
             return
         grace_s = self.config.idempotency.leave_grace_s
-        if answer.is_whole and grace_s > 0:
+        if exchange.client_left and answer.is_whole and grace_s > 0:
             loop = asyncio.get_running_loop()
-            run.grace = loop.call_later(grace_s, self._give_up, run)
+            run.grace = loop.call_later(grace_s, self._give_up, run, True)
         else:
-            self._give_up(run)
+            self._give_up(run, exchange.client_left)
 
-    def _give_up(self, run: _Run) -> None:
-        """Abort and settle what was produced, as for any client that leaves."""
+    def _give_up(self, run: _Run, client_left: bool) -> None:
+        """Abort and settle: what was produced if its client left, nothing if we cut it off."""
         assert run.task is not None
         run.answer.is_given_up = True
-        run.exchange.client_left = True
+        run.exchange.client_left = client_left
         run.task.cancel()
 
     def _note(
@@ -241,11 +239,15 @@ class Idempotency:
         exchange.notes["idempotency"] = outcome
         self.metrics.count("kagari_idempotent_requests", outcome=outcome)
 
+    @property
+    def num_running(self) -> int:
+        return len(self._run_by_answer)
+
     async def close(self) -> None:
         """End what still runs: no retry can come any more. Links and ledger must still be there."""
         runs = list(self._run_by_answer.values())
         for run in runs:
-            self._give_up(run)
+            self._give_up(run, client_left=not run.answer.readers)
         await asyncio.gather(*(run.task for run in runs if run.task), return_exceptions=True)
 
 

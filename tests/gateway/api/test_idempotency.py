@@ -285,14 +285,20 @@ def test_reader_that_takes_nothing_ends_only_its_own_answer(tmp_path, start, key
         assert client.post(CHAT, content=body, headers=key).content == reply.content
 
 
-def test_gateway_that_stops_settles_what_waits_for_a_retry(tmp_path, start, key) -> None:
+@pytest.mark.parametrize(("leaves", "status"), [(True, "client_left"), (False, "failed")])
+def test_gateway_that_stops_settles_what_waits_for_a_retry_and_bills_no_cut_of_its_own(
+    tmp_path, start, key, leaves, status
+) -> None:
     body = body_of({"say": "x" * 1000, "delay_s": 0.02}, stream=True)
     with start(tmp_path, config_of(leave_grace_s=600.0)) as running:
         sock = open_request(running, body, key)
         read_until(sock, b'"content":"x"')
-        sock.close()
+        if leaves:
+            sock.close()
+            wait_for(lambda: [e for e in running.log_lines() if e.get("client_left")])
+    sock.close()
     connection = sqlite3.connect(tmp_path / LEDGER_NAME)
-    assert connection.execute("SELECT status FROM requests").fetchall() == [("client_left",)]
+    assert connection.execute("SELECT status FROM requests").fetchall() == [(status,)]
     connection.close()
 
 
