@@ -1,7 +1,8 @@
 """Answers that may be asked for again: what runs is recorded, what is done is kept, all bounded.
 
     begin → write … write → finish ─┬─ billed and whole → stored until evicted or too old
-       └ join: reads from the start └─ else forgotten: free again, or known by its ledger row
+       └ join: reads from the start ├─ billed, not whole → only its request is remembered
+                                    └─ not billed → forgotten, so its key is free
 
 An answer is whole while nothing of it was dropped; only a whole one can be joined. One that grows
 too large keeps no more than what its readers have yet to take. Nothing here waits or knows a clock.
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 ANSWER_BYTES = 1024  # what an answer counts for besides its body: head, ids, table entry
 WINDOW_BYTES = 64 << 10  # of an answer that is too large to keep: more than this and it waits
 MAX_READERS = 16
+MAX_SPENT = 4096  # for the moment until the ledger's file knows, even of a row not yet written
 
 RawHeaders = tuple[tuple[bytes, bytes], ...]
 
@@ -69,6 +71,7 @@ class AnswerStore:
         self._lifetime_s = lifetime_s
         self._running: dict[bytes, Answer] = {}
         self._stored: OrderedDict[bytes, Answer] = OrderedDict()
+        self._spent: OrderedDict[bytes, str] = OrderedDict()
         self.held_bytes = 0  # of whole answers, running and stored
 
     def find(self, digest: bytes, now: float) -> Answer | None:
@@ -82,6 +85,10 @@ class AnswerStore:
         if answer is not None:
             self._stored.move_to_end(digest)
         return answer
+
+    def spent_by(self, digest: bytes) -> str | None:
+        """The request that was billed and whose answer is gone, if it is remembered."""
+        return self._spent.get(digest)
 
     def begin(self, digest: bytes, *, request_id: str, body_digest: bytes) -> tuple[Answer, Reader]:
         """A new run and its first reader. Nothing may be known under its digest."""
@@ -133,11 +140,14 @@ class AnswerStore:
         del self._running[digest]
         answer.is_running = False
         answer.finished_at = now
-        if answer.is_whole:
-            if keep and answer.is_complete:
-                self._stored[digest] = answer
-            else:
-                self._release(answer)
+        if keep and answer.is_whole and answer.is_complete:
+            self._stored[digest] = answer
+        elif keep:
+            self._spent[digest] = answer.request_id
+            if len(self._spent) > MAX_SPENT:
+                self._spent.popitem(last=False)
+        if answer.is_whole and digest not in self._stored:
+            self._release(answer)
         self._sweep(now)
         answer.wake()
 

@@ -29,7 +29,7 @@ from gateway.api.time_limit import TimeLimit
 from gateway.config import GatewayConfig
 from gateway.errors import GatewayError, fault, quote
 from gateway.ledger.reader import LedgerReader
-from gateway.ledger.spent import SpentKey, find_spent
+from gateway.ledger.spent import find_spent
 from gateway.telemetry import Metrics
 
 HEADER = "idempotency-key"
@@ -81,6 +81,10 @@ class Idempotency:
         now = time.monotonic()
         answer = self.store.find(digest, now)
         if answer is None:
+            request_id = self.store.spent_by(digest)
+            if request_id is not None:
+                self._note(exchange, "refused")
+                raise _gone(request_id)
             self._note(exchange, "first")
             answer, reader = self.store.begin(
                 digest, request_id=exchange.request_id, body_digest=body_digest
@@ -169,7 +173,11 @@ class Idempotency:
     async def _unless_spent(self, run: _Run, handler: Handler) -> None:
         spent = await read_ledger(self.reader, partial(find_spent, digest=run.digest))
         if spent is not None:
-            raise _gone(spent) if spent.is_billed else _in_progress(spent.request_id, SETTLING_S)
+            raise (
+                _gone(spent.request_id)
+                if spent.is_billed
+                else _in_progress(spent.request_id, SETTLING_S)
+            )
         await handler(run.exchange)
 
     async def _record(self, answer: Answer, message: Message) -> None:
@@ -287,11 +295,11 @@ def _in_progress(request_id: str, retry_after_s: float) -> GatewayError:
     )
 
 
-def _gone(spent: SpentKey) -> GatewayError:
+def _gone(request_id: str) -> GatewayError:
     return GatewayError(
         "idempotent_answer_gone",
         field=HEADER,
-        found=f"request {spent.request_id}, billed once, whose answer is not kept",
+        found=f"request {request_id}, billed once, whose answer is not kept",
         allowed="a key whose answer is kept, or a new one",
         remedy="send a new key if it is to run and be billed again",
     )

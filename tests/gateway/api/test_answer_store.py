@@ -52,6 +52,8 @@ class Machine(RuleBasedStateMachine):
     def ask(self, digest: bytes) -> tuple[Answer, Reader | None]:
         """What a request does: join what is there, or begin."""
         answer = self.store.find(digest, self.now)
+        if answer is None and self.store.spent_by(digest) is not None:
+            return Answer("", b""), None  # refused
         if answer is None:
             assert digest not in self.running, "a run must always be found"
             self.number += 1
@@ -113,6 +115,7 @@ class Machine(RuleBasedStateMachine):
             self.billed[digest] = answer
         else:
             assert self.store.find(digest, self.now) is None
+            assert self.store.spent_by(digest) == (answer.request_id if keep else None)
 
     @rule(seconds=st.floats(0.0, 40.0))
     def wait(self, seconds: float) -> None:

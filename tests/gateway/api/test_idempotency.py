@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import sqlite3
@@ -19,6 +20,7 @@ import pytest
 from gateway.api import answers
 from gateway.config import GatewayConfig, IdempotencyConfig, ServerConfig, StreamConfig
 from gateway.ledger.files import LEDGER_NAME
+from gateway.ledger.rows import OpenRow
 from gateway.ledger.verify import verify
 
 CHAT = "/v1/chat/completions"
@@ -205,6 +207,26 @@ def test_without_a_grace_or_a_key_leaving_aborts_at_once(tmp_path, start, key) -
             sock.close()
             running.wait_idle(2.0)
         assert [row[1] for row in rows(running)] == ["client_left", "client_left"]
+
+
+def test_key_is_spent_although_its_row_is_not_yet_in_the_file(
+    tmp_path, start, key, monkeypatch
+) -> None:
+    body = body_of({"say": "x" * 100, "delay_s": 0.02})
+    with start(tmp_path, config_of(leave_grace_s=0.0)) as running, running.client() as client:
+
+        async def slow_open(_row: OpenRow) -> None:
+            await asyncio.sleep(30)
+
+        monkeypatch.setattr(running.services.ledger, "open", slow_open)
+        sock = open_request(running, body, key)
+        wait_for(lambda: running.node.served)
+        sock.close()
+        wait_for(lambda: running.node.served[0].aborted)
+        monkeypatch.undo()
+        reply = client.post(CHAT, content=body, headers=key)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (409, "idempotent_answer_gone")
+        assert len(running.node.served) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
