@@ -172,12 +172,10 @@ class Idempotency:
 
     async def _unless_spent(self, run: _Run, handler: Handler) -> None:
         spent = await read_ledger(self.reader, partial(find_spent, digest=run.digest))
+        if spent is not None and spent.is_billed:
+            raise _gone(spent.request_id)
         if spent is not None:
-            raise (
-                _gone(spent.request_id)
-                if spent.is_billed
-                else _in_progress(spent.request_id, SETTLING_S)
-            )
+            raise _in_progress(spent.request_id, SETTLING_S)
         await handler(run.exchange)
 
     async def _record(self, answer: Answer, message: Message) -> None:

@@ -139,7 +139,7 @@ class Machine(RuleBasedStateMachine):
             assert found is None or self.now - answer.finished_at < LIFETIME_S
 
 
-Machine.TestCase.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+Machine.TestCase.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
 TestAnswerStore = Machine.TestCase
 
 
