@@ -9,6 +9,7 @@ Nothing here waits or does I/O: process.py brings the messages and carries the f
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import msgspec
 from engine.framing import AGENT_CHANNEL
 from engine.memory import rss_bytes
 from engine.schedule.events import (
+    PromptTold,
     SequenceEvent,
     SequenceFailed,
     SequenceFinished,
@@ -110,6 +112,13 @@ class Engine:
         self._submits[attempt] = None
         if len(self._submits) > _REMEMBERED_SUBMITS:
             self._submits.popitem(last=False)
+        try:
+            checked: array[int] | SequenceRefused = check_submit(
+                submit, self._vocab_size, draining=self._draining
+            )
+        except SequenceRefused as refused:
+            checked = refused
+        leader: int | None = None  # the lane that computes the prompt; the later ones fork from it
         for index, lane in enumerate(submit.lanes):
             stream = _Stream(channel, lane, submit.request_id, submit.attempt)
             if (channel, lane) in self._sequence_by_lane:
@@ -118,27 +127,33 @@ class Engine:
                 self._refuse(stream, "lane_in_use", f"lane: found {lane} busy, allowed a free one")
                 continue
             try:
-                prompt = check_submit(submit, self._vocab_size, draining=self._draining)
-                sequence_id = next(self._sequence_ids)
-                root = page_keys.seed(
-                    identity=self.info.identity,
-                    tokenizer_digest=self.info.tokenizer_digest,
-                    page_size=self.info.page_size,
-                    salt=submit.salt,
-                )
-                sampling = submit.sampling
-                if index:  # lanes of one request differ only by their noise
-                    seed = (sampling.seed + index) % _SEEDS
-                    sampling = msgspec.structs.replace(sampling, seed=seed)
-                self.scheduler.submit(
-                    NewSequence(sequence_id, prompt, root, sampling, now + submit.deadline_s), now
-                )
+                if isinstance(checked, SequenceRefused):
+                    raise checked
+                new = self._new_sequence(submit, index, checked, leader, now)
+                self.scheduler.submit(new, now)
             except SequenceRefused as refused:
                 self._refuse(stream, refused.code, refused.message)
                 continue
-            self._streams[sequence_id] = stream
-            self._sequence_by_lane[channel, lane] = sequence_id
-            self._runner.begin(sequence_id, prompt)
+            self._streams[new.sequence_id] = stream
+            self._sequence_by_lane[channel, lane] = new.sequence_id
+            self._runner.begin(new.sequence_id, new.prompt)
+            leader = leader or new.sequence_id
+
+    def _new_sequence(
+        self, submit: wire.Submit, index: int, prompt: array[int], leader: int | None, now: float
+    ) -> NewSequence:
+        root = page_keys.seed(
+            identity=self.info.identity,
+            tokenizer_digest=self.info.tokenizer_digest,
+            page_size=self.info.page_size,
+            salt=submit.salt,
+        )
+        sampling = submit.sampling
+        if index:  # lanes of one request differ only by their noise; the first tells the prompt
+            seed = (sampling.seed + index) % _SEEDS
+            sampling = msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=None)
+        sequence_id, deadline = next(self._sequence_ids), now + submit.deadline_s
+        return NewSequence(sequence_id, prompt, root, sampling, deadline, leader)
 
     def _abort(self, channel: int, lane: int, now: float) -> None:
         sequence_id = self._sequence_by_lane.get((channel, lane))
@@ -208,10 +223,14 @@ class Engine:
             stream = self._streams[event.sequence_id]
             step = self._step_of(stream.channel)
             match event:
-                case TokensProduced(tokens=tokens):
+                case TokensProduced(tokens=tokens, logprobs=logprobs):
                     for token in tokens:
                         step.lanes.append(stream.lane)
                         step.tokens.append(token)
+                    if logprobs:
+                        step.rare.append(wire.Logprobs(stream.lane, logprobs))
+                case PromptTold(start=start, entries=entries):
+                    step.rare.append(wire.PromptLogprobs(stream.lane, start, entries))
                 case SequenceStarted():
                     step.rare.append(wire.Started(stream.lane, event.cached_tokens, event.queue_s))
                 case SequenceFinished(reason=reason, usage=usage):

@@ -3,6 +3,8 @@
 The script is a JSON array, tried in order: {"if": regular expression, searched in the whole
 rendered prompt with special tokens as text, "say": text, "delay_ms": before each token (optional),
 "die_after": tokens, then the process exits (optional)}. `…` answers what nothing matches.
+A scripted token is certain, and so is a given prompt: log probability 0, rank 1, no alternatives.
+Lanes of one request say the same; penalties and bias change nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from tokenizers import Tokenizer
 from engine.config import ConfigError
 from engine.schedule.plan import Row, StepPlan, StepResult
 from policies.contract.bundle import Bundle
+from policies.contract.wire import TokenLogprob
 
 EXIT_DIED = 70
 
@@ -96,6 +99,10 @@ def read_script(data: bytes, *, name: str = "--script") -> tuple[ScriptRule, ...
     return rules
 
 
+def _certain(token: int, top: int) -> TokenLogprob:
+    return TokenLogprob(0.0, 1, ((token, 0.0),) if top else ())
+
+
 class ScriptRunner:
     """A Runner (engine/schedule/plan.py). What it says at a position depends on the prompt alone.
 
@@ -160,7 +167,24 @@ class ScriptRunner:
                 self._sleep(min(wait_s, _NAP_S))
                 now = self._clock()
         tokens = tuple(self._say(row, now) if row.samples else None for row in plan.rows)
-        return StepResult(plan.step, tokens, compute_s=self._clock() - started_at)
+        logprobs: dict[int, TokenLogprob] = {}
+        prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+        for index, (row, token) in enumerate(zip(plan.rows, tokens, strict=True)):
+            if token is not None and row.sampling.logprobs is not None:
+                logprobs[index] = _certain(token, row.sampling.logprobs)
+            if row.prompt_logprobs is not None:
+                assert row.history is not None
+                assert row.sampling.prompt_logprobs is not None
+                told = row.history[row.prompt_logprobs.start : row.prompt_logprobs.stop]
+                top = row.sampling.prompt_logprobs
+                prompt_logprobs[index] = tuple(_certain(given, top) for given in told)
+        return StepResult(
+            plan.step,
+            tokens,
+            compute_s=self._clock() - started_at,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
 
     def _due_at(self, row: Row, now: float) -> float:
         """When this row's next token is due; the delay begins when it is first asked for."""

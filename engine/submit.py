@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Iterator
 
 from engine.schedule.events import SequenceRefused
 from policies.contract.page_keys import ID_BYTES, SALT_BYTES
-from policies.contract.wire import Submit, unpack_ids
+from policies.contract.wire import Sampling, Submit, unpack_ids
+
+MAX_LANES = 128
+MAX_TOP_LOGPROBS = 64
+LARGEST = 1e4  # of a penalty or bias: logits stay finite in fp32
 
 
 def check_submit(submit: Submit, vocab_size: int, *, draining: bool) -> array[int]:
@@ -16,6 +21,8 @@ def check_submit(submit: Submit, vocab_size: int, *, draining: bool) -> array[in
         raise SequenceRefused(
             "draining", "engine: found draining, allowed ready; send the request to another node"
         )
+    for fault in _faults(submit, submit.sampling, vocab_size):
+        raise SequenceRefused("invalid_submit", fault)
     for field, found, allowed in (
         ("role", submit.role, "mixed"),
         ("grammar", submit.grammar, None),
@@ -31,10 +38,6 @@ def check_submit(submit: Submit, vocab_size: int, *, draining: bool) -> array[in
             "invalid_submit",
             f"salt: found {len(submit.salt)} bytes, allowed {SALT_BYTES}; send the tenant's salt",
         )
-    if math.isnan(submit.deadline_s):
-        raise SequenceRefused(
-            "invalid_submit", "deadline_s: found NaN, allowed seconds; send a number"
-        )
     if len(submit.prompt) % ID_BYTES:
         raise SequenceRefused(
             "invalid_submit",
@@ -49,3 +52,45 @@ def check_submit(submit: Submit, vocab_size: int, *, draining: bool) -> array[in
             "tokenise with this model's bundle",
         )
     return prompt
+
+
+def _faults(submit: Submit, sampling: Sampling, vocab_size: int) -> Iterator[str]:
+    """What no request can mean."""
+    if len(submit.lanes) > MAX_LANES:
+        yield f"lanes: found {len(submit.lanes)}, allowed {MAX_LANES} at most; ask for fewer"
+    if math.isnan(submit.deadline_s):
+        yield "deadline_s: found NaN, allowed seconds; send a number"
+    if sampling.prompt_logprobs is not None and submit.role != "mixed":
+        yield (
+            f"prompt_logprobs: found with role {submit.role}, allowed with role mixed, because one "
+            "engine has to compute the whole prompt; send it so"
+        )
+    for name, least, most in (
+        ("max_tokens", 1, math.inf),
+        ("min_tokens", 0, math.inf),
+        ("temperature", 0.0, LARGEST),
+        ("top_p", 0.0, 1.0),
+        ("top_k", 0, math.inf),
+        ("min_p", 0.0, 1.0),
+        ("presence_penalty", -LARGEST, LARGEST),
+        ("frequency_penalty", -LARGEST, LARGEST),
+        ("repetition_penalty", 1 / LARGEST, LARGEST),
+        ("logprobs", 0, MAX_TOP_LOGPROBS),
+        ("prompt_logprobs", 0, MAX_TOP_LOGPROBS),
+    ):
+        found = getattr(sampling, name)
+        if found is not None and not least <= found <= most:
+            yield f"{name}: found {found}, allowed {least:g} to {most:g}; send such a value"
+    before = -1
+    for token, bias in sampling.logit_bias:
+        if not before < token < vocab_size:
+            yield (
+                f"logit_bias: found token id {token} after {before}, allowed ascending ids below "
+                f"{vocab_size}; send ids of this model's tokenizer, each once"
+            )
+        if not abs(bias) <= LARGEST:
+            yield (
+                f"logit_bias: found {bias} for token id {token}, allowed {-LARGEST:g} to "
+                f"{LARGEST:g}; send such a value"
+            )
+        before = token

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gateway.admin import nodes
-from gateway.api import chat, health, models, tokenize, usage
+from gateway.api import chat, completions, health, models, tokenize, usage
 from gateway.api.exchange import Exchange
 from gateway.errors import GatewayError, near, quote
 from gateway.services import Services
@@ -50,6 +50,10 @@ def _pattern(path: str) -> re.Pattern[str]:
     return re.compile(text)
 
 
+def _generates(path: str, handler: Handler) -> Route:
+    return Route(path, ("POST",), "client", handler, "json", None, generates=True)
+
+
 GET = ("GET", "HEAD")
 ACCOUNT = "/client/v4/accounts/{account}/ai"  # Cloudflare clients work by changing the host
 
@@ -61,7 +65,8 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
     Route("/metrics", GET, "operator", health.metrics),
     Route("/v1/models", GET, "client", models.list_models),
     Route("/v1/models/{model:rest}", GET, "client", models.show_model),
-    Route("/v1/chat/completions", ("POST",), "client", chat.chat, "json", None, generates=True),
+    _generates("/v1/chat/completions", chat.chat),
+    _generates("/v1/completions", completions.completions),
     Route("/tokenize", ("POST",), "client", tokenize.tokenize, "json", None),
     Route("/detokenize", ("POST",), "client", tokenize.detokenize, "json", None),
     Route("/v1/tokenize", ("POST",), "client", tokenize.tokenize, "json", None),
@@ -69,15 +74,8 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
     Route("/v1/usage", GET, "client", usage.show_usage),
     Route(ACCOUNT + "/v1/models", GET, "client", models.list_models),
     Route(ACCOUNT + "/v1/models/{model:rest}", GET, "client", models.show_model),
-    Route(
-        ACCOUNT + "/v1/chat/completions",
-        ("POST",),
-        "client",
-        chat.chat,
-        "json",
-        None,
-        generates=True,
-    ),
+    _generates(ACCOUNT + "/v1/chat/completions", chat.chat),
+    _generates(ACCOUNT + "/v1/completions", completions.completions),
 )
 
 ADMIN_ROUTES: tuple[Route, ...] = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -39,6 +39,11 @@ class Arena:
         if assigned:
             pairs = torch.tensor(assigned, device=self.tags.device)
             self.tags.index_copy_(0, pairs[:, 0], pairs[:, 1])
+
+    def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """(source, target) page ids, one after the other."""
+        for source, target in pairs:
+            self.pages[target].copy_(self.pages[source])
 
     def zero_tails(self, tails: Sequence[tuple[int, int]]) -> None:
         """(page_id, first unwritten offset): what an earlier owner left there is wiped."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.execute.layers.attention import Attention, Call, Span
 from engine.execute.layers.row_tiles import RowTiles
-from engine.schedule.plan import Row
+from engine.schedule.plan import PageCopy, Row
 
 PADDING_ID = 0
 
@@ -27,6 +27,7 @@ class Batch:
     calls: list[Call]
     sampling_rows: list[int]  # indices of plan rows that sample, ascending
     last_tokens: Tensor  # int64: the token row of each of these
+    first_tokens: list[int]  # by plan row: the token row of its first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class TagPairs:
     rows: Tensor
 
 
-def tag_pairs(rows: Sequence[Row], *, device: torch.device) -> TagPairs:
+def tag_pairs(rows: Sequence[Row], copies: Sequence[PageCopy], *, device: torch.device) -> TagPairs:
     pages: list[int] = []
     generations: list[int] = []
     lengths: list[int] = []
@@ -48,6 +49,10 @@ def tag_pairs(rows: Sequence[Row], *, device: torch.device) -> TagPairs:
             generations += held
         lengths.append(sum(map(len, row.page_table)))
     owners = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths))
+    if copies:  # a copy's row read the source too
+        pages += [copy.source for copy in copies]
+        generations += [copy.generation for copy in copies]
+        owners = torch.cat((owners, torch.tensor([copy.row for copy in copies])))
     values = torch.tensor((pages, generations), device=device)
     return TagPairs(values[0], values[1], owners.to(device))
 
@@ -65,13 +70,13 @@ def build_batch(rows: Sequence[Row], attention: Attention, tiles: RowTiles) -> B
     positions: list[int] = []
     pages: list[int] = []
     laid: list[Span] = []
-    last_token = [0] * len(rows)
+    first_tokens = [0] * len(rows)
     shift = attention.page_size.bit_length() - 1
     for index in ordered:
         span = spans[index]._replace(first_row=len(ids))
         laid.append(span)
+        first_tokens[index] = len(ids)
         ids += rows[index].token_ids
-        last_token[index] = len(ids) - 1
         stop = span.start + span.num_rows
         positions += range(span.start, stop)
         pages += [span.pages[at >> shift] for at in range(span.start, stop)]
@@ -91,7 +96,11 @@ def build_batch(rows: Sequence[Row], attention: Attention, tiles: RowTiles) -> B
         places=places,
         calls=attention.plan(laid),
         sampling_rows=sampling,
-        last_tokens=torch.tensor([last_token[index] for index in sampling], device=table.device)
+        last_tokens=torch.tensor(
+            [first_tokens[index] + spans[index].num_rows - 1 for index in sampling],
+            device=table.device,
+        )
         if sampling
         else table[0, :0],
+        first_tokens=first_tokens,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from collections.abc import Callable
@@ -9,22 +10,25 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from engine.execute.arena import DTYPES, Arena
 from engine.execute.batch import build_batch, tag_pairs
 from engine.execute.kernels.registry import Kernels, kernels_for
 from engine.execute.layers.attention import Attention
 from engine.execute.layers.rotary import Rotary, frequencies
+from engine.execute.logprobs import describe
 from engine.execute.models.llama import Llama
 from engine.execute.sampling import Choice, sample
 from engine.execute.weights import Checkpoint, CheckpointError, RopeScaling, open_checkpoint
-from engine.schedule.plan import Row, StepPlan, StepResult
+from engine.schedule.plan import PageCopy, Row, StepPlan, StepResult
 from engine.store.page_codec import PageLayout
-from policies.contract.wire import Sampling
+from policies.contract.wire import Sampling, TokenLogprob
 
 Precision = Literal["auto", "bf16", "fp32"]
 Progress = Callable[[str, float], None]
 WARM_UP_TOKENS = (1, 16, 512)
+PROMPT_LOGITS_ROWS = 64  # at a time: a whole chunk's logits would be hundreds of megabytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +204,7 @@ class ModelRunner:
         generation than expected, or of logits that are not numbers."""
         started = time.perf_counter()
         self.arena.assign(plan.assigned)
+        self.arena.copy((copy.source, copy.target) for copy in plan.copies)
         self.arena.zero_tails(plan.zero_tails)
         if not plan.rows:
             return StepResult(plan.step, ())
@@ -207,26 +212,63 @@ class ModelRunner:
         hidden = self.model.forward(batch, self.arena.pages)
         tokens: list[int | None] = [None] * len(plan.rows)
         insane: set[int] = set()
+        logprobs: dict[int, TokenLogprob] = {}
+        prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+        for index, row in enumerate(plan.rows):
+            if row.prompt_logprobs is not None:
+                entries = self._tell_prompt(row, hidden, batch.first_tokens[index])
+                if all(math.isfinite(entry.logprob) for entry in entries):
+                    prompt_logprobs[index] = entries
+                else:
+                    insane.add(index)
         if batch.sampling_rows:
             logits = self.model.logits(hidden, batch.last_tokens)
-            choices = [
-                Choice(plan.rows[index].sampling, plan.rows[index].num_completion)
-                for index in batch.sampling_rows
-            ]
+            rows = [plan.rows[index] for index in batch.sampling_rows]
+            choices = [Choice(row.sampling, row.num_completion, row.history) for row in rows]
+            asking = [at for at, row in enumerate(rows) if row.sampling.logprobs is not None]
+            own = logits[asking] if asking else None  # sample changes what it is given
             for index, token in zip(batch.sampling_rows, sample(logits, choices), strict=True):
                 tokens[index] = token
                 if token is None:
                     insane.add(index)
-        corrupt = self._corrupt_rows(plan.rows) | insane
+            if own is not None:
+                indices = [batch.sampling_rows[at] for at in asking]
+                chosen = [tokens[index] or 0 for index in indices]
+                tops = [rows[at].sampling.logprobs or 0 for at in asking]
+                logprobs = dict(zip(indices, describe(own, chosen, tops), strict=True))
+        corrupt = self._corrupt_rows(plan.rows, plan.copies) | insane
         for index in corrupt:
             tokens[index] = None
+            logprobs.pop(index, None)
+            prompt_logprobs.pop(index, None)
         return StepResult(
-            plan.step, tuple(tokens), tuple(sorted(corrupt)), time.perf_counter() - started
+            plan.step,
+            tuple(tokens),
+            tuple(sorted(corrupt)),
+            time.perf_counter() - started,
+            logprobs,
+            prompt_logprobs,
         )
 
-    def _corrupt_rows(self, rows: tuple[Row, ...]) -> set[int]:
+    def _tell_prompt(self, row: Row, hidden: Tensor, first: int) -> tuple[TokenLogprob, ...]:
+        """Log probabilities of the prompt tokens that a row tells; first: its first token row."""
+        told, history, top = row.prompt_logprobs, row.history, row.sampling.prompt_logprobs
+        assert told is not None
+        assert history is not None
+        entries: list[TokenLogprob] = []
+        for start in range(told.start, told.stop, PROMPT_LOGITS_ROWS):
+            positions = range(start, min(start + PROMPT_LOGITS_ROWS, told.stop))
+            # The logits before a token tell how likely it was.
+            at = first + positions.start - 1 - row.start
+            rows = torch.arange(at, at + len(positions), device=self._device)
+            logits = self.model.logits(hidden, rows)
+            targets = history[positions.start : positions.stop].tolist()
+            entries += describe(logits, targets, [top or 0] * len(targets))
+        return tuple(entries)
+
+    def _corrupt_rows(self, rows: tuple[Row, ...], copies: tuple[PageCopy, ...]) -> set[int]:
         """Checked after the reads and before anything is emitted, in one batch."""
-        pairs = tag_pairs(rows, device=self._device)
+        pairs = tag_pairs(rows, copies, device=self._device)
         verdict = self._kernels.verify_tags(
             self.arena.tags, pairs.pages, pairs.generations, pairs.rows, num_rows=len(rows)
         )

@@ -2,11 +2,13 @@
 
 Noise is a hash of (seed, position, token id), so a token's draw is the same in any batch, at any
 index and after any preemption. The choice is an exponential race: argmin of E ÷ p over the tokens
-that the cuts leave, which draws exactly from p.
+that the cuts leave, which draws exactly from p. Penalties, bias and bans come first, and count for
+greedy rows too.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,16 +23,18 @@ NEVER = float("-inf")
 
 
 class Choice(NamedTuple):
-    """What one row asks of the sampler. position: completion tokens so far."""
+    """What one row asks of the sampler. position: completion tokens so far. history: prompt and
+    completion, where there are penalties."""
 
     sampling: Sampling
     position: int
+    history: array[int] | None = None
 
 
 def sample(logits: Tensor, choices: Sequence[Choice]) -> list[int | None]:
     """fp32 logits [rows, vocab], changed in place → a token a row; None where logits are not
     finite (nothing sane can be said)."""
-    _forbid_early_stops(logits, choices)
+    adjust(logits, choices)
     best, greedy = logits.max(-1)
     tokens: list[int | None] = list(greedy.tolist())
     random = [row for row, choice in enumerate(choices) if choice.sampling.temperature > 0]
@@ -44,12 +48,31 @@ def sample(logits: Tensor, choices: Sequence[Choice]) -> list[int | None]:
     return tokens
 
 
-def _forbid_early_stops(logits: Tensor, choices: Sequence[Choice]) -> None:
-    vocab = logits.shape[-1]
-    for row, (sampling, position) in enumerate(choices):
+def adjust(logits: Tensor, choices: Sequence[Choice]) -> None:
+    """Penalties, then bias, then the ban of stop tokens before min_tokens; in place."""
+    for row, (sampling, position, history) in enumerate(choices):
+        if history is not None:
+            _penalise(logits[row], history, sampling, num_completion=position)
+        if sampling.logit_bias:
+            ids, bias = zip(*sampling.logit_bias, strict=True)
+            logits[row, list(ids)] += torch.tensor(bias, dtype=logits.dtype, device=logits.device)
         if position < sampling.min_tokens:
-            stops = [token for token in sampling.stop_token_ids if token < vocab]
+            stops = [token for token in sampling.stop_token_ids if token < logits.shape[-1]]
             logits[row, stops] = NEVER
+
+
+def _penalise(row: Tensor, history: array[int], sampling: Sampling, *, num_completion: int) -> None:
+    # int32 shares the array's memory only until it is widened: a live array must stay free to grow.
+    seen = torch.frombuffer(history, dtype=torch.int32).to(row.device, torch.int64)
+    if sampling.repetition_penalty != 1:
+        found = row[seen]
+        factor = sampling.repetition_penalty
+        # A token that occurs twice is written twice, with the same value.
+        row[seen] = torch.where(found > 0, found / factor, found * factor)
+    if num_completion and (sampling.frequency_penalty or sampling.presence_penalty):
+        counts = torch.bincount(seen[-num_completion:], minlength=len(row))
+        row -= counts * sampling.frequency_penalty
+        row -= (counts > 0) * sampling.presence_penalty
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
@@ -57,8 +80,15 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 
 
 def _draw(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """int64 [rows]. In fp64: the race's ties and the cuts' edges are then no matter of rounding."""
-    samplings = [choice.sampling for choice in choices]
+    """int64 [rows]."""
+    weights = weigh(logits, [choice.sampling for choice in choices])
+    keys = [_key(choice.sampling.seed, choice.position) for choice in choices]
+    return (exponentials(keys, weights.shape[-1], device=logits.device) / weights).argmin(-1)
+
+
+def weigh(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """fp64 [rows, vocab]: what temperature and cuts leave, as shares of a row's best. In fp64, so
+    that the race's ties and the cuts' edges are no matter of rounding."""
     heat = _column([sampling.temperature for sampling in samplings], logits)
     # A tiny temperature divides to infinity, so the best logit is moved to 0 first.
     scaled = (logits.double() - logits.amax(-1, keepdim=True)).div_(heat)
@@ -68,8 +98,7 @@ def _draw(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
     if any(sampling.min_p > 0 for sampling in samplings):
         least = _column([sampling.min_p for sampling in samplings], logits)
         weights = weights.masked_fill_(weights < least * weights.amax(-1, keepdim=True), 0)
-    keys = [_key(choice.sampling.seed, choice.position) for choice in choices]
-    return (exponentials(keys, weights.shape[-1], device=logits.device) / weights).argmin(-1)
+    return weights
 
 
 def _cut_ranks(weights: Tensor, samplings: Sequence[Sampling]) -> Tensor:

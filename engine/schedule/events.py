@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policies.contract.wire import FinishReason, Usage
+from policies.contract.wire import FinishReason, TokenLogprob, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +17,21 @@ class SequenceStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptTold:
+    """Log probabilities of prompt positions start, start + 1, …; each once, before any token."""
+
+    sequence_id: int
+    start: int
+    entries: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TokensProduced:
-    """In order; a stop token is among them, and counted."""
+    """In order; a stop token is among them, and counted. logprobs: one a token, or none at all."""
 
     sequence_id: int
     tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +51,7 @@ class SequenceFailed:
     usage: Usage
 
 
-SequenceEvent = SequenceStarted | TokensProduced | SequenceFinished | SequenceFailed
+SequenceEvent = SequenceStarted | PromptTold | TokensProduced | SequenceFinished | SequenceFailed
 
 
 class SequenceRefused(Exception):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from policies.contract.wire import Sampling
+from policies.contract.wire import Sampling, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,8 @@ class Row:
 
     page_table and generations hold one list a group (a tuple of one until a family needs more),
     the pages of positions [0, start + len(token_ids)) in order. They are the sequence's own live
-    lists: a runner reads them during execute and never changes or keeps them.
+    lists: a runner reads them during execute and never changes or keeps them. So is history, all
+    tokens so far, which a row has only if its penalties or prompt_logprobs need it.
     """
 
     sequence_id: int
@@ -26,6 +28,18 @@ class Row:
     sampling: Sampling
     num_completion: int  # completion tokens so far: min_tokens and the noise position
     samples: bool  # the last token is the newest: choose its successor
+    history: array[int] | None = None
+    prompt_logprobs: range | None = None  # prompt positions to tell of, from the logits before each
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """A fork's own copy of the page that its prompt ends in. The source is read by this row."""
+
+    row: int
+    source: int
+    generation: int  # of the source
+    target: int  # assigned in the same plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +48,7 @@ class StepPlan:
     rows: tuple[Row, ...]
     assigned: tuple[tuple[int, int], ...]  # (page_id, generation) to write to the tag array first
     zero_tails: tuple[tuple[int, int], ...]  # (page_id, first unwritten offset) after the writes
+    copies: tuple[PageCopy, ...] = ()  # after assigned, before zero_tails and the rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +57,16 @@ class StepResult:
 
     None for a row that samples means "not yet": its last position counts as not computed and is
     planned again; the positions before it are computed. corrupt lists the indices of rows whose
-    page tags did not match: they end with an error and publish nothing.
+    page tags did not match: they end with an error and publish nothing. logprobs and
+    prompt_logprobs hold, by row index, what rows that ask for them are told; not of corrupt rows.
     """
 
     step: int
     tokens: tuple[int | None, ...]
     corrupt: tuple[int, ...] = ()
     compute_s: float = 0.0
+    logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
 
 
 class Runner(Protocol):

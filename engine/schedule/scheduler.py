@@ -4,6 +4,10 @@ One counter, no phases: a step gives each running sequence some of the tokens th
 still lacks. Rows of one token (decoding) come first; what is left of the token budget goes to
 prompts, shortest uncached first, where waiting counts as work done at the measured rate, so that
 the order is kind to short prompts and a long one still cannot starve.
+
+A fork waits until its leader has computed their prompt, then holds the leader's full pages, gets
+a copy of the page that the prompt ends in, and computes the prompt's last token for itself: that
+gives it logits of its own. Where the leader is gone it goes the ordinary way, by a prefix hit.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from dataclasses import dataclass, field
 from engine.config import ScheduleConfig
 from engine.schedule.events import (
     Load,
+    PromptTold,
     SequenceEvent,
     SequenceFailed,
     SequenceFinished,
@@ -22,11 +27,11 @@ from engine.schedule.events import (
     TokensProduced,
 )
 from engine.schedule.pages import HoldKind, PageId, PagePool
-from engine.schedule.plan import Row, StepPlan, StepResult
+from engine.schedule.plan import PageCopy, Row, StepPlan, StepResult
 from engine.schedule.prefix_cache import PrefixCache
 from engine.schedule.rates import Rates
 from engine.schedule.sequence import NewSequence, Sequence, State
-from policies.contract.wire import FinishReason, PageEvent
+from policies.contract.wire import FinishReason, PageEvent, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -39,6 +44,7 @@ class _Draft:
     sequences: list[Sequence] = field(default_factory=list)
     assigned: list[tuple[int, int]] = field(default_factory=list)
     zero_tails: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)
     computing: set[bytes] = field(default_factory=set)  # keys of pages that this step writes
 
 
@@ -172,8 +178,16 @@ class Scheduler:
             return None
         self.step += 1
         plan = StepPlan(
-            self.step, tuple(draft.rows), tuple(draft.assigned), tuple(draft.zero_tails)
+            self.step,
+            tuple(draft.rows),
+            tuple(draft.assigned),
+            tuple(draft.zero_tails),
+            tuple(draft.copies),
         )
+        if draft.copies:  # the leader may leave before the copies are made
+            sources = [PageId(copy.source) for copy in draft.copies]
+            self.pool.hold(sources, HoldKind.STEP)
+            self._step_holds[self.step] = sources
         self._in_flight = _InFlight(plan, draft.sequences, now)
         return plan
 
@@ -204,9 +218,14 @@ class Scheduler:
             # "Not yet" concerns the sampled position alone; what came before it is computed.
             sequence.num_computed = end - 1 if row.samples and token is None else end
             self._publish(sequence)
+            if (told := row.prompt_logprobs) is not None:
+                entries = result.prompt_logprobs[index]
+                assert len(entries) == len(told), f"row {index} tells of {len(entries)} tokens"
+                events.append(PromptTold(sequence.sequence_id, told.start, entries))
+                sequence.num_told = told.stop
             if token is not None:
                 assert row.samples, f"row {index} got a token and did not ask for one"
-                self._append(sequence, token, events)
+                self._append(sequence, token, result.logprobs.get(index), events)
         return events
 
     # --- filling a step -------------------------------------------------------------------------
@@ -256,9 +275,12 @@ class Scheduler:
             if sequence.state is State.WAITING:
                 if not admitting or len(self._running) >= self.config.max_running:
                     continue
-                if self._is_being_computed(draft, sequence):
+                leader = self._leader(sequence)
+                if leader is not None and not leader.is_computed(sequence.num_prompt - 1):
+                    continue
+                if leader is None and self._is_being_computed(draft, sequence):
                     continue  # one step later its prefix is a hit
-                if not self._admit(sequence, now):
+                if not self._admit(draft, sequence, leader, now):
                     # Nobody behind may take the pages that it waits for, or it could starve.
                     admitting = False
                     continue
@@ -271,6 +293,7 @@ class Scheduler:
     def _place(self, draft: _Draft, sequence: Sequence, end: int) -> None:
         """Add the row that computes [num_computed, end); its pages are there already."""
         start = sequence.num_computed
+        told = sequence.prompt_logprobs(start, end) if start < sequence.num_prompt else None
         draft.rows.append(
             Row(
                 sequence.sequence_id,
@@ -281,6 +304,8 @@ class Scheduler:
                 sequence.sampling,
                 len(sequence.tokens) - sequence.num_prompt,
                 end == len(sequence.tokens),
+                sequence.tokens if told is not None or sequence.penalises else None,
+                told,
             )
         )
         draft.sequences.append(sequence)
@@ -301,25 +326,52 @@ class Scheduler:
         depth = self.cache.depth(keys)
         return depth < len(keys) and keys[depth] in draft.computing
 
-    def _admit(self, sequence: Sequence, now: float) -> bool:
-        """Move a waiting sequence to running on its prefix hit, if its whole history fits.
+    def _leader(self, sequence: Sequence) -> Sequence | None:
+        """Whose pages a waiting sequence is to share; None: it goes its own way."""
+        if sequence.fork_of is None or sequence.num_completion:
+            return None
+        return self._sequences.get(sequence.fork_of)
+
+    def _admit(
+        self, draft: _Draft, sequence: Sequence, leader: Sequence | None, now: float
+    ) -> bool:
+        """Move a waiting sequence to running on its prefix hit or its leader's pages, if its whole
+        history fits.
 
         Room is asked for the history, for what running prompts still need, and for one page each
         running sequence may soon grow by; so a prompt rarely has to be preempted half computed.
         """
         page_size = self.config.page_size
-        keys = sequence.hit_keys(page_size)
-        pages = self.cache.hold_prefix(keys, len(keys))
-        need = self._num_pages(len(sequence.tokens)) - len(pages)
+        if leader is None:
+            keys = sequence.hit_keys(page_size)
+            pages = self.cache.hold_prefix(keys, len(keys))
+        else:
+            pages = leader.page_table[0][: (sequence.num_prompt - 1) // page_size]
+            self.pool.hold(pages, HoldKind.SEQUENCE)
+        num_sealed = len(pages)
+        need = self._num_pages(len(sequence.tokens)) - num_sealed
         for running in self._running.values():
             lacks = self._num_pages(len(running.tokens)) - len(running.page_table[0])
             need += 1 + max(0, lacks)
-        if need > self.pool.num_free + self.pool.num_cached:
+        num_computed = num_sealed * page_size
+        fits = need <= self.pool.num_free + self.pool.num_cached
+        if fits and leader is not None and num_computed < sequence.num_prompt - 1:
+            target = self._take(draft)
+            if target is None:
+                fits = False
+            else:
+                source = leader.page_table[0][num_sealed]
+                generation = leader.generations[0][num_sealed]
+                draft.copies.append(PageCopy(len(draft.rows), source, generation, target))
+                pages.append(target)
+                num_computed = sequence.num_prompt - 1
+        if not fits:
             self.pool.release(reversed(pages), HoldKind.SEQUENCE)
             return False
         del self._waiting[sequence.sequence_id]
         self._running[sequence.sequence_id] = sequence
-        sequence.admit(pages, [self.pool.generations[page] for page in pages], page_size)
+        generations = [self.pool.generations[page] for page in pages]
+        sequence.admit(pages, generations, num_computed=num_computed, num_sealed=num_sealed)
         if not sequence.started:
             sequence.first_planned_at = now
             sequence.cached_tokens = sequence.num_computed
@@ -329,15 +381,20 @@ class Scheduler:
         """Add pages until num_tokens fit, evicting what nobody uses; False if it fell short."""
         (pages,), (generations,) = sequence.page_table, sequence.generations
         for _ in range(self._num_pages(num_tokens) - len(pages)):
-            page = self.pool.take(HoldKind.SEQUENCE)
-            if page is None and self.cache.evict():
-                page = self.pool.take(HoldKind.SEQUENCE)
+            page = self._take(draft)
             if page is None:
                 return False
             pages.append(page)
             generations.append(self.pool.generations[page])
-            draft.assigned.append((page, self.pool.generations[page]))
         return True
+
+    def _take(self, draft: _Draft) -> PageId | None:
+        page = self.pool.take(HoldKind.SEQUENCE)
+        if page is None and self.cache.evict():
+            page = self.pool.take(HoldKind.SEQUENCE)
+        if page is not None:
+            draft.assigned.append((page, self.pool.generations[page]))
+        return page
 
     def _preempt(self, sequence: Sequence, preempted: set[int]) -> None:
         """Back to waiting, pages given up; the history stays and is computed again, or hit."""
@@ -351,6 +408,8 @@ class Scheduler:
         return self._running[next(reversed(self._running))]
 
     def _uncached_tokens(self, sequence: Sequence) -> int:
+        if self._leader(sequence) is not None:
+            return 1
         page_size = self.config.page_size
         return len(sequence.tokens) - self.cache.depth(sequence.hit_keys(page_size)) * page_size
 
@@ -367,9 +426,16 @@ class Scheduler:
             keys = sequence.page_keys(sealed, self.config.page_size)
             self.cache.publish(keys, sequence.page_table[0][:sealed])
 
-    def _append(self, sequence: Sequence, token: int, events: list[SequenceEvent]) -> None:
+    def _append(
+        self,
+        sequence: Sequence,
+        token: int,
+        logprob: TokenLogprob | None,
+        events: list[SequenceEvent],
+    ) -> None:
         sequence.tokens.append(token)
-        events.append(TokensProduced(sequence.sequence_id, (token,)))
+        logprobs = () if logprob is None else (logprob,)
+        events.append(TokensProduced(sequence.sequence_id, (token,), logprobs))
         sampling, produced = sequence.sampling, len(sequence.tokens) - sequence.num_prompt
         if token in sampling.stop_token_ids and produced >= sampling.min_tokens:
             events.append(self._finish(sequence, "stop"))
@@ -438,6 +504,10 @@ class Scheduler:
             assert not (waits and pages)
             for page in pages:
                 held[page] = held.get(page, 0) + 1
+            assert 1 <= sequence.num_told <= sequence.num_prompt
+            assert sequence.num_told == sequence.num_prompt or not sequence.num_completion
         for page in map(PageId, range(self.pool.num_pages)):
             assert self.pool.holds(page, HoldKind.SEQUENCE) == held.get(page, 0)
         assert len(self._running) <= self.config.max_running
+        if self._in_flight is None:
+            assert not self._step_holds

@@ -1,6 +1,6 @@
 """One stream of tokens: an append-only history, and how much of it is computed in which pages.
 
-[0, cached)             shared: pages that a prefix hit brought
+[0, cached)             shared: pages that a prefix hit, or a fork, brought
 [cached, num_computed)  written; pages are published as they seal
 [num_computed, tokens)  to be computed: a prompt's rest, a resumed history, or one new token
 """
@@ -32,13 +32,15 @@ _NEXT_STATES = {
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """key_root: policies.contract.page_keys.seed(…) of model and tenant. deadline: monotonic."""
+    """key_root: policies.contract.page_keys.seed(…) of model and tenant. deadline: monotonic.
+    fork_of: the sequence of the same prompt and root whose pages this one waits for."""
 
     sequence_id: int
     prompt: array[int]
     key_root: bytes
     sampling: Sampling
     deadline: float | None = None
+    fork_of: int | None = None
 
 
 class Sequence:
@@ -49,13 +51,16 @@ class Sequence:
         "cached_tokens",
         "deadline",
         "first_planned_at",
+        "fork_of",
         "generations",
         "key_root",
         "keys",
         "num_computed",
         "num_prompt",
         "num_sealed",
+        "num_told",
         "page_table",
+        "penalises",
         "sampling",
         "sequence_id",
         "started",
@@ -69,7 +74,15 @@ class Sequence:
         self.num_prompt = len(new.prompt)
         self.num_computed = 0
         self.num_sealed = 0  # pages that were published, or came from the cache
-        self.sampling = new.sampling
+        self.sampling = sampling = new.sampling
+        # Prompt tokens whose log probabilities are told, or never will be; the first has none.
+        self.num_told = 1 if sampling.prompt_logprobs is not None else self.num_prompt
+        self.penalises = (
+            sampling.repetition_penalty != 1.0
+            or sampling.frequency_penalty != 0.0
+            or sampling.presence_penalty != 0.0
+        )
+        self.fork_of = new.fork_of
         self.deadline = math.inf if new.deadline is None else new.deadline
         self.arrived_at = now
         self.first_planned_at = now
@@ -95,6 +108,10 @@ class Sequence:
     def num_uncomputed(self) -> int:
         return len(self.tokens) - self.num_computed
 
+    def is_computed(self, num_tokens: int) -> bool:
+        """Whether it runs and its first num_tokens are in its pages."""
+        return self.state is State.RUNNING and self.num_computed >= num_tokens
+
     def usage(self, keep: int | None = None) -> Usage:
         """Tokens so far; keep clips the completion (a stop string was matched earlier)."""
         produced = self.num_completion
@@ -111,16 +128,27 @@ class Sequence:
         return keys[:num_pages]
 
     def hit_keys(self, page_size: int) -> list[bytes]:
-        """Keys that a prefix hit may cover: the last token is always computed."""
-        return self.page_keys(max_hit_pages(len(self.tokens), page_size), page_size)
+        """Keys that a prefix hit may cover: the last token is always computed, and so is every
+        prompt token that is still to be told of, and the one before it."""
+        keys = self.page_keys(max_hit_pages(len(self.tokens), page_size), page_size)
+        if self.num_told < self.num_prompt:
+            return keys[: max_hit_pages(self.num_told, page_size)]
+        return keys
 
-    def admit(self, pages: list[PageId], generations: list[int], page_size: int) -> None:
-        """Start to run on a prefix hit of these pages (maybe none)."""
+    def prompt_logprobs(self, start: int, end: int) -> range | None:
+        """The prompt tokens that computing [start, end) tells of, from the logits before each."""
+        told = range(max(start + 1, self.num_told), min(end + 1, self.num_prompt))
+        return told or None
+
+    def admit(
+        self, pages: list[PageId], generations: list[int], *, num_computed: int, num_sealed: int
+    ) -> None:
+        """Start to run on these pages (maybe none); the first num_sealed are shared."""
         self.transition(State.RUNNING)
         self.page_table = (pages,)
         self.generations = (generations,)
-        self.num_sealed = len(pages)
-        self.num_computed = len(pages) * page_size
+        self.num_sealed = num_sealed
+        self.num_computed = num_computed
 
     def leave(self, state: State) -> list[PageId]:
         """Stop running; returns the pages given up, tail first, so that tails are evicted first.

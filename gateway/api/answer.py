@@ -7,13 +7,16 @@ until something is known or the first heartbeat is due, so most failures still b
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import chain
 from typing import Protocol
 
 from gateway.api.body import ClientLeft
 from gateway.api.choice import Turn
 from gateway.api.completion_run import CompletionRun
 from gateway.api.exchange import Exchange
+from gateway.api.off_loop import INLINE_TOKENS, off_loop
 from gateway.api.sse import DONE, HEARTBEAT, STREAM_HEADERS, error_event
 from gateway.api.stall import StallGuard
 from gateway.api.time_limit import TimeLimit
@@ -67,7 +70,8 @@ async def _send_whole(
             if turn.failure is not None:
                 raise _ours(turn.failure)
             turns[turn.index].append(turn)
-    data = dialect.whole(turns, run.usage())
+    usage = run.usage()
+    data = await off_loop(_num_told(chain(*turns)), lambda: dialect.whole(turns, usage))
     headers = [*run.headers(), ("x-kagari-cost-nano-usd", str(run.cost_nano_usd()))]
     run.close(client_left=False)  # from here on it is billed, so nothing of ours may fail after it
     with TimeLimit(config.send_stall_s):
@@ -100,7 +104,12 @@ class _Streamed:
         async with StallGuard(config.send_stall_s) as guard:
             await guard.send(exchange.start(200, [*STREAM_HEADERS, *run.headers()]))
             while True:
-                data = self._written(turns) if turns else HEARTBEAT
+                if not turns:
+                    data = HEARTBEAT
+                elif (num_told := _num_told(turns)) > INLINE_TOKENS:
+                    data = await off_loop(num_told, partial(self._written, turns))
+                else:
+                    data = self._written(turns)
                 if failure is not None:
                     await guard.send(exchange.end(data + self._failed(failure)))
                     return
@@ -134,6 +143,10 @@ class _Streamed:
         self._services.metrics.count("kagari_errors", code=failure.code)
         self._exchange.notes["error"] = failure.code
         return error_event(failure.body(self._exchange.request_id))
+
+
+def _num_told(turns: Iterable[Turn]) -> int:
+    return sum([len(turn.tokens) for turn in turns])
 
 
 def _failure(turns: Sequence[Turn]) -> GatewayError | None:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from gateway.api.choice import Choice
+from gateway.api.choice import Choice, Echo
 from gateway.api.completion_run import CompletionRun, Part
 from gateway.api.exchange import Exchange, dice
 from gateway.api.models import find_model, window_of
@@ -27,10 +27,11 @@ from policies.contract.page_keys import seed
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """ids: typecode 'I'. field: where the client wrote it."""
+    """ids: typecode 'I'. field: where the client wrote it. echo: what its choices begin with."""
 
     ids: array[int]
     field: str
+    echo: Echo | None = None
 
 
 @contextmanager
@@ -122,7 +123,17 @@ async def begin(
             n=sampling.n,
         )
         choices = [
-            Choice(number * sampling.n + lane, text.output(sampling.stops))
+            Choice(
+                number * sampling.n + lane,
+                text.output(
+                    sampling.stops,
+                    min_tokens=sampling.min_tokens,
+                    with_places=sampling.logprobs is not None,
+                ),
+                echo=prompt.echo,
+                has_logprobs=sampling.logprobs is not None,
+                drops_output=sampling.max_tokens == 0,
+            )
             for lane in range(sampling.n)
         ]
         parts.append(Part(dispatch, choices))
@@ -178,7 +189,7 @@ async def tokenised(
             raise _too_long(served, field, error.found) from None
         raise GatewayError(
             error.code if error.code in KINDS else "invalid_request",
-            field=error.field,
+            field=field if error.field == "prompt" else error.field,
             found=error.found,
             allowed=error.allowed,
             remedy=error.remedy,
@@ -201,8 +212,10 @@ def _max_tokens(
     if asked is None:
         return allowed
     if asked > allowed:
-        exchange.common_headers.append(("x-kagari-changed", f"max_tokens {asked} -> {allowed}"))
-    return min(asked, allowed)
+        told = ("x-kagari-changed", f"max_tokens {asked} -> {allowed}")
+        if told not in exchange.common_headers:  # another prompt of the request
+            exchange.common_headers.append(told)
+    return max(1, min(asked, allowed))  # of 0 tokens the engine computes one that nobody sees
 
 
 def _too_long(served: ServedModel, field: str, found: str) -> GatewayError:

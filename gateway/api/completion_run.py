@@ -34,8 +34,8 @@ class Part:
     def count_unread(self) -> None:
         """What choices produced that did not end, for a run that is given up."""
         for lane, choice in enumerate(self.choices):
-            if self.stream is not None and choice.reason is None:
-                choice.completion_tokens = self.stream.produced_on(lane)
+            if self.stream is not None:
+                choice.count(self.stream.produced_on(lane))
 
     @property
     def is_over(self) -> bool:
@@ -154,7 +154,7 @@ class CompletionRun:
         ended = False
         for part, stream in self._running:
             for burst in stream.take():
-                turn = part.choices[burst.index].take(burst, stream.finish)
+                turn = part.choices[burst.index].take(burst, stream)
                 turns.append(turn)
                 ended = ended or turn.reason is not None
         if turns and self.first_token_at is None and self._produced():

@@ -1,4 +1,4 @@
-"""The bytes of a chat completion, streamed or whole.
+"""The bytes of a completion, of chat or of text, streamed or whole.
 
 A content chunk is a template made once a stream, with the encoded text between its halves: a tenth
 of a microsecond, against half of one for a struct. What is rare is spelled out each time.
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from gateway.api.choice import Turn
+from gateway.api.logprobs import TokenBytes, chat_logprobs, text_logprobs
 from policies.contract.wire import Usage
 from policies.pricing import Rates, charge, usd
 
@@ -41,7 +42,9 @@ class ChatChunks:
         include_usage: bool,
         rates: Rates | None = None,
         choices: int = 1,
+        token_bytes: TokenBytes | None = None,
     ):
+        """token_bytes: for log probabilities, if they were asked for."""
         self._id, self._created, self._model = completion_id, created, model
         self._rates = rates
         self._open = (
@@ -52,7 +55,9 @@ class ChatChunks:
         self._heads = [
             self._open + b'{"index":%d,"delta":{"content":' % index for index in range(choices)
         ]
-        self._tail = b'},"logprobs":null,"finish_reason":null}' + self._close
+        self._end = b',"finish_reason":null}' + self._close
+        self._tail = b'},"logprobs":null' + self._end
+        self._token_bytes = token_bytes
         self._role = b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
 
     def opening(self, index: int) -> bytes:
@@ -60,8 +65,18 @@ class ChatChunks:
 
     def turn(self, turn: Turn) -> bytes:
         """What a choice says now, its end included."""
-        data = b"".join([self.content(delta.text, turn.index) for delta in turn.deltas])
+        if turn.tokens and self._token_bytes is not None:
+            data = self._with_logprobs(turn, chat_logprobs(turn.tokens, self._token_bytes))
+        else:
+            data = b"".join([self.content(delta.text, turn.index) for delta in turn.deltas])
         return data if turn.reason is None else data + self.finish(turn.reason, turn.index)
+
+    def _with_logprobs(self, turn: Turn, logprobs: dict[str, object]) -> bytes:
+        """In the turn's first event of content, which may be empty."""
+        text = turn.deltas[0].text if turn.deltas else ""
+        first = (self._heads[turn.index], _encode(text), b'},"logprobs":', _encode(logprobs))
+        rest = [self.content(delta.text, turn.index) for delta in turn.deltas[1:]]
+        return b"".join([*first, self._end, *rest])
 
     def content(self, text: str, index: int = 0) -> bytes:
         return self._heads[index] + _encode(text) + self._tail
@@ -82,7 +97,9 @@ class ChatChunks:
             completion_id=self._id,
             created=self._created,
             model=self._model,
-            choices=[chat_choice(index, choice) for index, choice in enumerate(turns)],
+            choices=[
+                chat_choice(index, choice, self._token_bytes) for index, choice in enumerate(turns)
+            ],
             usage=usage,
             rates=self._rates,
         )
@@ -119,13 +136,16 @@ def _number(nano_usd: int) -> msgspec.Raw:
     return msgspec.Raw(usd(nano_usd).encode())
 
 
-def chat_choice(index: int, turns: Sequence[Turn]) -> dict[str, object]:
+def chat_choice(
+    index: int, turns: Sequence[Turn], token_bytes: TokenBytes | None = None
+) -> dict[str, object]:
     """All turns of one choice."""
+    tokens = [token for turn in turns for token in turn.tokens]
     text = "".join([delta.text for turn in turns for delta in turn.deltas])
     return {
         "index": index,
         "message": {"role": "assistant", "content": text, "refusal": None},
-        "logprobs": None,
+        "logprobs": None if token_bytes is None else chat_logprobs(tokens, token_bytes),
         "finish_reason": turns[-1].reason,
     }
 
@@ -150,3 +170,75 @@ def completion(
             "usage": usage_fields(usage, rates),
         }
     )
+
+
+class TextChunks:
+    """The dialect of text completions. With include_usage as for chat."""
+
+    def __init__(
+        self,
+        *,
+        completion_id: str,
+        created: int,
+        model: str,
+        include_usage: bool,
+        rates: Rates | None = None,
+        choices: int = 1,
+        token_bytes: TokenBytes | None = None,
+    ):
+        """token_bytes: for log probabilities, if they were asked for."""
+        self._rates = rates
+        self._fields = {
+            "id": completion_id,
+            "object": "text_completion",
+            "created": created,
+            "model": model,
+        }
+        self._open = b"data: " + _encode(self._fields)[:-1] + b',"choices":['
+        self._close = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._heads = [self._open + b'{"index":%d,"text":' % index for index in range(choices)]
+        self._tail = b',"logprobs":null,"finish_reason":null}' + self._close
+        self._token_bytes = token_bytes
+
+    def opening(self, index: int) -> bytes:
+        """Text has no roles."""
+        return b""
+
+    def turn(self, turn: Turn) -> bytes:
+        """One event, the end included."""
+        text = "".join([delta.text for delta in turn.deltas])
+        if turn.reason is None and not turn.tokens:
+            return self._heads[turn.index] + _encode(text) + self._tail if text else b""
+        logprobs = None
+        if turn.tokens and self._token_bytes is not None:
+            logprobs = text_logprobs(turn.tokens, self._token_bytes)
+        return b"".join(
+            [
+                self._heads[turn.index],
+                _encode(text),
+                b',"logprobs":',
+                _encode(logprobs),
+                b',"finish_reason":',
+                _encode(turn.reason),
+                b"}",
+                self._close,
+            ]
+        )
+
+    def usage(self, usage: Usage) -> bytes:
+        return self._open + b'],"usage":%b}\n\n' % _encode(usage_fields(usage, self._rates))
+
+    def whole(self, turns: Sequence[Sequence[Turn]], usage: Usage) -> bytes:
+        choices = [self._choice(index, choice) for index, choice in enumerate(turns)]
+        return _encode(
+            self._fields | {"choices": choices, "usage": usage_fields(usage, self._rates)}
+        )
+
+    def _choice(self, index: int, turns: Sequence[Turn]) -> dict[str, object]:
+        tokens = [token for turn in turns for token in turn.tokens]
+        return {
+            "index": index,
+            "text": "".join([delta.text for turn in turns for delta in turn.deltas]),
+            "logprobs": text_logprobs(tokens, self._token_bytes) if self._token_bytes else None,
+            "finish_reason": turns[-1].reason,
+        }

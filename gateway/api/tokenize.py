@@ -8,9 +8,7 @@ Both count as a request against a key's rate and concurrency, because text costs
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
 
 import msgspec
 from msgspec import Struct
@@ -20,13 +18,10 @@ from gateway.api.chat_request import ChatMessage, read_messages
 from gateway.api.completion_begin import enter, find_served, tokenised
 from gateway.api.exchange import Exchange
 from gateway.api.models import window_of
+from gateway.api.off_loop import off_loop
 from gateway.api.sampling_request import decoded, invalid, unsupported
 from gateway.api.time_limit import TimeLimit
 from gateway.services import Services
-
-T = TypeVar("T")
-
-INLINE_IDS = 1024  # at most 0.2 ms of the event loop
 
 
 class TokenizeBody(Struct, frozen=True):
@@ -67,7 +62,9 @@ async def tokenize(services: Services, exchange: Exchange) -> None:
                 add_generation_prompt=body.add_generation_prompt is not False,
             )
         ids = (await tokenised(services, served, field, work)).tolist()
-        shown = await _off_loop(text.token_texts, ids) if body.return_token_strs else None
+        shown = None
+        if body.return_token_strs:
+            shown = await off_loop(len(ids), partial(text.token_texts, ids))
     await _reply(
         services,
         exchange,
@@ -100,7 +97,7 @@ async def detokenize(services: Services, exchange: Exchange) -> None:
                     f"0 to {text.vocab_size - 1}",
                     "send ids of this model's vocabulary",
                 )
-        shown = await _off_loop(text.text_of, body.tokens)
+        shown = await off_loop(len(body.tokens), partial(text.text_of, body.tokens))
     await _reply(services, exchange, {"prompt": shown})
 
 
@@ -116,10 +113,6 @@ def _check(body: TokenizeBody) -> None:
         )
     if body.tools:
         raise unsupported("tools", f"{len(body.tools)} tools", "none", "leave tools out")
-
-
-async def _off_loop(work: Callable[[list[int]], T], ids: list[int]) -> T:
-    return work(ids) if len(ids) <= INLINE_IDS else await asyncio.to_thread(work, ids)
 
 
 async def _reply(services: Services, exchange: Exchange, value: object) -> None:

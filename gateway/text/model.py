@@ -99,9 +99,20 @@ class TextModel:
         """Each token as the vocabulary writes it; None for an id that only pads it."""
         return [self._tokenizer.full.id_to_token(token_id) for token_id in ids]
 
-    def output(self, stops: Sequence[str]) -> OutputText:
-        """For one stream. Raises ValueError on an empty stop string."""
-        return OutputText(self._detokenizer.stream(), stops)
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for by itself; of a special one its name."""
+        return self._detokenizer.token_bytes(token_id)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each id, special tokens as text."""
+        return self._detokenizer.pieces(ids)
+
+    def output(
+        self, stops: Sequence[str], *, min_tokens: int = 0, with_places: bool = False
+    ) -> OutputText:
+        """For one stream, see OutputText. Raises ValueError on an empty stop string."""
+        stream = self._detokenizer.stream()
+        return OutputText(stream, stops, min_tokens=min_tokens, with_places=with_places)
 
     def _check_length(self, text: str, field: str) -> None:
         """Refuses before tokenising what cannot fit even in the longest tokens there are."""

@@ -2,7 +2,8 @@
 
 Each slot of the arena holds the state after its token; a row's first state is read back through its
 page table. Newly assigned pages are full of poison, so reading what nobody wrote is caught, and so
-is writing other bytes over a slot that has some.
+is writing other bytes over a slot that has some. A token's log probability is read from the state
+before it, so one of another place or history shows.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-from engine.schedule.plan import StepPlan, StepResult
+from engine.schedule.plan import Row, StepPlan, StepResult
+from policies.contract.wire import TokenLogprob
 
 VOCAB = 50
 EMPTY = 0
@@ -28,15 +30,21 @@ def fold(tokens: Iterable[int], state: int = START) -> int:
     return state
 
 
-def choose(state: int) -> int:
-    return (state >> 7) % VOCAB
+def choose(state: int, seed: int = 0) -> int:
+    return ((state >> 7) + seed) % VOCAB
 
 
-def alone(prompt: array[int], count: int) -> list[int]:
+def likelihood(state: int, token: int, top: int) -> TokenLogprob:
+    """Of a token after this state. top: so many entries."""
+    alternatives = tuple((choose(state, at), -float(at)) for at in range(top))
+    return TokenLogprob(-float(state % 1009), 1 + token, alternatives)
+
+
+def alone(prompt: array[int], count: int, seed: int = 0) -> list[int]:
     """What an unconstrained fresh run produces."""
     state, tokens = fold(prompt), []
     for _ in range(count):
-        tokens.append(choose(state))
+        tokens.append(choose(state, seed))
         state = mix(state, tokens[-1])
     return tokens
 
@@ -61,22 +69,36 @@ class ArenaRunner:
         for page, generation in plan.assigned:
             self.tags[page] = generation
             self.arena[page] = [POISON] * self.page_size
+        corrupt = set()
+        for copy in plan.copies:
+            if self.tags[copy.source] != copy.generation:
+                corrupt.add(copy.row)
+            assert self.tags[copy.target] == plan.rows[copy.row].generations[0][-1]
+            self.arena[copy.target] = list(self.arena[copy.source])
         tokens: list[int | None] = []
-        corrupt = []
+        logprobs: dict[int, TokenLogprob] = {}
+        told: dict[int, tuple[TokenLogprob, ...]] = {}
         for index, row in enumerate(plan.rows):
             (pages,), (generations,) = row.page_table, row.generations
             end = row.start + len(row.token_ids)
             assert (len(pages) - 1) * self.page_size < end <= len(pages) * self.page_size
-            if [self.tags[page] for page in pages] != generations:
-                corrupt.append(index)
+            if index in corrupt or [self.tags[page] for page in pages] != generations:
+                corrupt.add(index)
                 tokens.append(None)
                 continue
             state = START if row.start == 0 else self._read(pages, row.start - 1)
             for position, token in enumerate(row.token_ids, row.start):
                 state = mix(state, token)
                 self._write(pages, position, state)
-            due = row.samples and row.sequence_id not in self.not_due
-            tokens.append(choose(state) if due else None)
+            if row.prompt_logprobs is not None:
+                told[index] = tuple(self._told(row, position) for position in row.prompt_logprobs)
+            if row.samples and row.sequence_id not in self.not_due:
+                token = choose(state, row.sampling.seed)
+                tokens.append(token)
+                if row.sampling.logprobs is not None:
+                    logprobs[index] = likelihood(state, token, row.sampling.logprobs)
+            else:
+                tokens.append(None)
         for page, offset in plan.zero_tails:
             self.arena[page][offset:] = [EMPTY] * (self.page_size - offset)
         for index, row in enumerate(plan.rows):
@@ -84,7 +106,20 @@ class ArenaRunner:
                 end = row.start + len(row.token_ids)
                 tail = self.arena[row.page_table[0][-1]][(end - 1) % self.page_size + 1 :]
                 assert POISON not in tail, "a masked lane would read poison"
-        return StepResult(plan.step, tuple(tokens), tuple(corrupt))
+        return StepResult(
+            plan.step,
+            tuple(tokens),
+            tuple(sorted(corrupt)),
+            logprobs=logprobs,
+            prompt_logprobs=told,
+        )
+
+    def _told(self, row: Row, position: int) -> TokenLogprob:
+        assert row.start < position <= row.start + len(row.token_ids), "not from this row's logits"
+        assert row.history is not None
+        assert row.sampling.prompt_logprobs is not None
+        state = self._read(row.page_table[0], position - 1)
+        return likelihood(state, row.history[position], row.sampling.prompt_logprobs)
 
     def _read(self, pages: list[int], position: int) -> int:
         state = self.arena[pages[position // self.page_size]][position % self.page_size]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import msgspec
 
@@ -38,22 +39,16 @@ def engine_info(num_pages: int = 64) -> wire.EngineInfo:
 
 
 class EngineBench:
-    def __init__(self, runner: ArenaRunner | None = None, max_waiting: int = 100) -> None:
-        config = ScheduleConfig(
-            num_pages=64,
-            page_size=4,
-            context_tokens=200,
-            step_tokens=32,
-            max_running=8,
-            max_waiting=max_waiting,
-        )
+    def __init__(self, runner: Any = None, *, vocab_size: int = VOCAB, **limits: int) -> None:
+        defaults = {"num_pages": 64, "page_size": 4, "context_tokens": 200, "step_tokens": 32}
+        config = ScheduleConfig(**{**defaults, "max_running": 8, "max_waiting": 100, **limits})
         self.now = 10.0
         self.runner = runner or ArenaRunner(64, 4)
         self.engine = Engine(
             engine_info(),
             Scheduler(config),
             self.runner,
-            vocab_size=VOCAB,
+            vocab_size=vocab_size,
             clock=lambda: self.now,
         )
         self.tokens: dict[tuple[int, int], list[int]] = {}
@@ -95,11 +90,19 @@ class EngineBench:
             self.rare += [(channel, rare) for rare in step.rare]
 
     def drain(self) -> None:
-        for _ in range(500):
+        for _ in range(2000):
             self.step()
             if not self.engine.has_work:
                 return
         raise AssertionError("it never ended")
+
+    def logprobs(self, channel: int, lane: int) -> list[wire.TokenLogprob]:
+        return [
+            entry
+            for at, rare in self.rare
+            if at == channel and isinstance(rare, wire.Logprobs) and rare.lane == lane
+            for entry in rare.entries
+        ]
 
     def failures(self) -> list[tuple[int, int, str]]:
         return [

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 
+import msgspec
 import pytest
 
 from engine.config import ScheduleConfig
 from engine.engine import Engine
 from engine.schedule.plan import StepPlan, StepResult
 from engine.schedule.scheduler import Scheduler
+from engine.submit import MAX_LANES
 from policies.contract import wire
 from policies.contract.wire import Abort, Drain, FinishLane, Sampling, Submit, pack_ids
-from tests.engine.arena_runner import VOCAB, alone
+from tests.engine.arena_runner import VOCAB, alone, fold, likelihood, mix
 from tests.engine.engine_bench import PROMPT, SALT, BreakingRunner, EngineBench, engine_info
 
 
@@ -35,15 +38,98 @@ def test_each_link_gets_its_own_frame_and_the_agent_the_usage() -> None:
     assert not bench.runner.live
 
 
-def test_many_lanes_share_the_prompt_through_the_cache() -> None:
+def test_lanes_fork_from_the_first_and_draw_with_the_next_seeds() -> None:
+    bench = EngineBench()
+    bench.submit(1, (1, 2, 3), sampling=Sampling(6, seed=40))
+    bench.drain()
+    for index in range(3):
+        assert bench.tokens[1, 1 + index] == alone(PROMPT, 6, seed=40 + index)
+    started = [rare.cached_tokens for _, rare in bench.rare if isinstance(rare, wire.Started)]
+    assert started == [0, 9, 9]
+    first = [row.token_ids for plan in bench.runner.plans[:2] for row in plan.rows]
+    assert [len(ids) for ids in first] == [10, 1, 1, 1], "the prompt was computed once"
+
+
+def test_lanes_go_on_without_a_first_lane_that_ends_at_its_first_token() -> None:
+    bench = EngineBench()
+    bench.submit(1, (1, 2, 3), sampling=Sampling(1))
+    bench.drain()
+    assert bench.tokens == {(1, lane): alone(PROMPT, 1, seed=lane - 1) for lane in (1, 2, 3)}
+    assert [record.usage.cached_tokens for record in bench.records] == [0, 8, 8]
+
+
+def test_lanes_go_on_without_a_first_lane_that_was_aborted() -> None:
     bench = EngineBench()
     bench.submit(1, (1, 2, 3))
+    bench.engine.handle(1, Abort((1,)))
     bench.drain()
-    started = [rare.cached_tokens for _, rare in bench.rare if isinstance(rare, wire.Started)]
-    assert started == [0, 8, 8]
-    assert len({tuple(tokens) for tokens in bench.tokens.values()}) == 1
-    seeds = {row.sequence_id: row.sampling.seed for p in bench.runner.plans for row in p.rows}
-    assert sorted(seeds.values()) == [0, 1, 2], "equal noise would make n equal answers"
+    assert {lane: bench.tokens[1, lane] for lane in (2, 3)} == {
+        lane: alone(PROMPT, 6, seed=lane - 1) for lane in (2, 3)
+    }
+
+
+def test_the_first_lane_that_was_taken_is_replaced_by_the_next() -> None:
+    bench = EngineBench()
+    bench.submit(1, (1,), request_id="a")
+    bench.submit(1, (1, 2, 3), request_id="b")
+    bench.drain()
+    assert bench.failures() == [(1, 1, "lane_in_use")]
+    assert bench.tokens[1, 3] == alone(PROMPT, 6, seed=2)
+
+
+def test_logprobs_travel_in_the_frame_of_their_tokens() -> None:
+    bench = EngineBench()
+    bench.submit(1, (1, 2), sampling=Sampling(4, logprobs=2))
+    bench.submit(1, (3,), prompt=pack_ids(PROMPT[2:]))
+    told = 0
+    while bench.engine.has_work:
+        for channel, data in bench.step():
+            step = wire.decode_from_node(data) if channel else None
+            if isinstance(step, wire.Step):
+                found = {r.lane: len(r.entries) for r in step.rare if isinstance(r, wire.Logprobs)}
+                asked = [lane for lane in step.lanes if lane != 3]
+                assert found == {lane: asked.count(lane) for lane in asked}
+                told += len(asked)
+    assert told == 8
+    state = fold(PROMPT)
+    for entry, token in zip(bench.logprobs(1, 1), bench.tokens[1, 1], strict=True):
+        assert entry == likelihood(state, token, 2)
+        state = mix(state, token)
+
+
+def test_prompt_logprobs_come_step_by_step_from_the_first_lane_before_any_token() -> None:
+    bench = EngineBench()
+    prompt = array("I", [at % VOCAB for at in range(80)])  # three steps of 32 tokens
+    sampling = Sampling(2, prompt_logprobs=1)
+    bench.submit(1, (1, 2), prompt=pack_ids(prompt), sampling=sampling)
+    bench.drain()
+    told = [rare for _, rare in bench.rare if isinstance(rare, wire.PromptLogprobs)]
+    assert [(part.lane, part.start, len(part.entries)) for part in told] == [
+        (1, 1, 32),
+        (1, 33, 32),
+        (1, 65, 15),
+    ]
+    entries = [entry for part in told for entry in part.entries]
+    expected = [likelihood(fold(prompt[:at]), prompt[at], 1) for at in range(1, 80)]
+    assert entries == expected
+    assert bench.tokens[1, 2] == alone(prompt, 2, seed=1)
+
+
+def test_prompt_logprobs_with_a_cached_prefix_are_complete_and_fill_the_cache() -> None:
+    bench = EngineBench()
+    bench.submit(1, (1,), request_id="fills")
+    bench.drain()
+    bench.submit(1, (1,), request_id="tells", sampling=Sampling(2, prompt_logprobs=0))
+    bench.drain()
+    told = [rare for _, rare in bench.rare if isinstance(rare, wire.PromptLogprobs)]
+    assert [(part.start, len(part.entries)) for part in told] == [(1, 9)]
+    assert [record.usage.cached_tokens for record in bench.records] == [0, 0]
+    other = array("I", [*PROMPT[::-1], 1, 2])
+    for name, wanted in (("fills too", 0), ("hits", None)):
+        sampling = Sampling(2, prompt_logprobs=wanted)
+        bench.submit(1, (1,), request_id=name, prompt=pack_ids(other), sampling=sampling)
+        bench.drain()
+    assert bench.records[-1].usage.cached_tokens == 8
 
 
 def test_a_repeated_submit_runs_once() -> None:
@@ -127,6 +213,7 @@ def test_a_stop_string_ends_with_what_is_kept() -> None:
         ({"grammar": "{}"}, "unsupported"),
         ({"transfer": b"x"}, "unsupported"),
         ({"deadline_s": -1.0}, "deadline_exceeded"),
+        ({"sampling": Sampling(4, prompt_logprobs=0), "role": "decode"}, "invalid_submit"),
     ],
 )
 def test_a_bad_submit_fails_its_lanes_and_nothing_else(fields: dict, code: str) -> None:
@@ -138,6 +225,52 @@ def test_a_bad_submit_fails_its_lanes_and_nothing_else(fields: dict, code: str) 
     assert bench.tokens == {(1, 1): alone(PROMPT, 6)}
     assert len(bench.records) == 3
     assert not bench.runner.live
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", -1),
+        ("max_tokens", 0),
+        ("min_tokens", -1),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_p", 1.5),
+        ("top_k", -1),
+        ("min_p", math.nan),
+        ("presence_penalty", math.inf),
+        ("frequency_penalty", -math.inf),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", math.nan),
+        ("logprobs", -1),
+        ("logprobs", 65),
+        ("prompt_logprobs", 65),
+        ("logit_bias", ((VOCAB, 1.0),)),
+        ("logit_bias", ((3, 1.0), (3, 2.0))),
+        ("logit_bias", ((-1, 1.0),)),
+        ("logit_bias", ((3, math.nan),)),
+        ("logit_bias", ((3, -math.inf),)),
+    ],
+)
+def test_an_impossible_sampling_value_is_refused_by_name(field: str, value: object) -> None:
+    bench = EngineBench()
+    sampling = msgspec.structs.replace(Sampling(4), **{field: value})
+    bench.submit(1, (1,), sampling=sampling)
+    bench.drain()
+    ((_, failed),) = bench.rare
+    assert isinstance(failed, wire.Failed)
+    assert failed.code == "invalid_submit"
+    assert failed.message.startswith(f"{field}: found ")
+
+
+def test_more_lanes_than_any_request_has_are_refused() -> None:
+    bench = EngineBench(max_waiting=1000)
+    bench.submit(1, tuple(range(MAX_LANES + 1)))
+    bench.drain()
+    assert len(bench.failures()) == MAX_LANES + 1
+    assert not bench.tokens
 
 
 def test_a_full_engine_refuses() -> None:

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 
 from engine.config import ScheduleConfig
 from engine.schedule.events import (
+    PromptTold,
     SequenceFailed,
     SequenceFinished,
     SequenceRefused,
@@ -29,7 +30,7 @@ from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import NewSequence
 from policies.contract.page_keys import max_hit_pages
 from policies.contract.wire import CacheCleared, PageRemoved, PageStored, Sampling
-from tests.engine.arena_runner import VOCAB, ArenaRunner, choose, fold, mix
+from tests.engine.arena_runner import START, VOCAB, ArenaRunner, choose, fold, likelihood, mix
 
 PAGE_SIZE = 4
 ROOTS = (b"a" * 32, b"b" * 32)
@@ -39,6 +40,7 @@ ROOTS = (b"a" * 32, b"b" * 32)
 class Stream:
     new: NewSequence
     state: int  # of the reference run, after the tokens so far
+    untold: list[int] = field(default_factory=list)  # states before the prompt tokens to tell of
     produced: list[int] = field(default_factory=list)
     started: SequenceStarted | None = None
 
@@ -84,6 +86,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens=st.integers(0, 4),
         stops=st.sets(st.integers(0, VOCAB - 1), max_size=3),
         deadline_s=st.one_of(st.none(), st.none(), st.floats(0.5, 30.0)),
+        logprobs=st.sampled_from([None, None, 0, 2]),
+        prompt_logprobs=st.sampled_from([None, None, 0, 2]),
+        forks=st.booleans(),
     )
     def submit(
         self,
@@ -95,28 +100,54 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens: int,
         stops: set[int],
         deadline_s: float | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        forks: bool,
     ) -> None:
-        sampling = Sampling(max_tokens, min_tokens=min_tokens, stop_token_ids=tuple(sorted(stops)))
         deadline = None if deadline_s is None else self.now + deadline_s
-        for _ in range(copies):
-            self.submit_one(family, length, root, sampling, deadline)
+        leader = None
+        for seed in range(copies):
+            sampling = Sampling(
+                max_tokens,
+                seed=seed,
+                min_tokens=min_tokens,
+                stop_token_ids=tuple(sorted(stops)),
+                frequency_penalty=float(family),
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs if leader is None or not forks else None,
+            )
+            sequence_id = self.submit_one(family, length, root, sampling, deadline, leader)
+            if forks and leader is None:
+                leader = sequence_id
 
     def submit_one(
-        self, family: int, length: int, root: bytes, sampling: Sampling, deadline: float | None
-    ) -> None:
+        self,
+        family: int,
+        length: int,
+        root: bytes,
+        sampling: Sampling,
+        deadline: float | None,
+        leader: int | None,
+    ) -> int | None:
         # Families share long prefixes, so that prompts hit and duplicate each other.
         prompt = array("I", [(family * 7 + i // 9) % VOCAB for i in range(length)])
-        new = NewSequence(self.next_id, prompt, root, sampling, deadline)
+        new = NewSequence(self.next_id, prompt, root, sampling, deadline, leader)
         self.next_id += 1
         full = self.scheduler.load().waiting_sequences >= 8
         fits = length < min(self.config.context_tokens, self.config.num_pages * PAGE_SIZE)
         if full or not fits:
             with pytest.raises(SequenceRefused):
                 self.scheduler.submit(new, self.now)
-            return
+            return None
         self.scheduler.submit(new, self.now)
         self.runner.begin(new.sequence_id, prompt)
-        self.streams[new.sequence_id] = Stream(new, fold(prompt))
+        stream = self.streams[new.sequence_id] = Stream(new, fold(prompt))
+        if sampling.prompt_logprobs is not None:
+            state = START
+            for token in prompt[:-1]:
+                state = mix(state, token)
+                stream.untold.append(state)
+        return new.sequence_id
 
     @precondition(lambda self: self.pending is None)
     @rule(not_due=st.sets(st.integers(1, 12), max_size=3))
@@ -130,6 +161,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert set(ids) <= set(self.streams)
         assert all(row.token_ids for row in plan.rows)
         assert sum(len(row.token_ids) for row in plan.rows) <= self.config.step_tokens
+        for row in plan.rows:
+            stream = self.streams[row.sequence_id]
+            assert row.history is not None or not stream.new.sampling.frequency_penalty
+            if row.history is not None:
+                assert row.history == array("I", [*stream.new.prompt, *stream.produced])
         self.runner.not_due = not_due
         self.pending = self.runner.execute(plan)
         self.flipped -= {page for page, _ in plan.assigned}
@@ -204,13 +240,31 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert stream.started is None
                     assert not stream.produced
                     most = max_hit_pages(len(prompt), PAGE_SIZE) * PAGE_SIZE
+                    if stream.new.fork_of is not None:
+                        most = len(prompt) - 1
+                    if sampling.prompt_logprobs is not None:
+                        most = 0
                     assert 0 <= event.cached_tokens <= most
                     assert event.queue_s >= 0
                     stream.started = event
-                case TokensProduced(tokens=tokens):
+                case PromptTold(start=start, entries=entries):
                     assert stream.started is not None
+                    assert not stream.produced
+                    assert start == len(prompt) - len(stream.untold), "told twice, or not at all"
+                    for position, entry in enumerate(entries, start):
+                        state, top = stream.untold.pop(0), sampling.prompt_logprobs
+                        assert entry == likelihood(state, prompt[position], top or 0)
+                case TokensProduced(tokens=tokens, logprobs=logprobs):
+                    assert stream.started is not None
+                    assert not stream.untold, "a token before the whole prompt was told of"
+                    if sampling.logprobs is None:
+                        assert logprobs == ()
+                    else:
+                        entry = likelihood(stream.state, tokens[0], sampling.logprobs)
+                        assert logprobs == (entry,)
                     for token in tokens:
-                        assert token == choose(stream.state), "another token than in a fresh run"
+                        expected = choose(stream.state, sampling.seed)
+                        assert token == expected, "another token than in a fresh run"
                         stream.state = mix(stream.state, token)
                         stream.produced.append(token)
                 case SequenceFinished(reason=reason, usage=usage):
@@ -251,6 +305,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 for page in row.page_table[0]:
                     assert any(self.scheduler.pool.holds(page, kind) for kind in HoldKind)
                     assert page not in self.scheduler.pool.idle
+            for copy in self.runner.plans[-1].copies:
+                assert self.scheduler.pool.holds(copy.source, HoldKind.STEP)
 
     @invariant()
     def events_replayed_are_the_residency(self) -> None:

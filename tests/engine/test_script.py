@@ -8,11 +8,16 @@ from itertools import pairwise
 import pytest
 
 from engine.config import ConfigError, ScheduleConfig
-from engine.schedule.events import SequenceFinished, SequenceStarted, TokensProduced
+from engine.schedule.events import (
+    PromptTold,
+    SequenceFinished,
+    SequenceStarted,
+    TokensProduced,
+)
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import NewSequence
 from engine.script import EXIT_DIED, ScriptRule, ScriptRunner, read_script
-from policies.contract.wire import Sampling
+from policies.contract.wire import Sampling, TokenLogprob
 from tests.engine.small_bundle import decode, encode, small_bundle
 
 BUNDLE = small_bundle()
@@ -57,12 +62,17 @@ class Bench:
         self.ids: dict[int, list[int]] = {}
         self.times: dict[int, list[float]] = {}
         self.cached: dict[int, int] = {}
+        self.logprobs: dict[int, list[TokenLogprob]] = {}
+        self.prompt_logprobs: dict[int, list[TokenLogprob]] = {}
         self.steps = 0
 
-    def submit(self, sequence_id: int, text: str) -> None:
+    def submit(
+        self, sequence_id: int, text: str, *, fork_of: int | None = None, **asked: int
+    ) -> None:
         prompt = array("I", encode(BUNDLE, text))
-        sampling = Sampling(500, stop_token_ids=BUNDLE.stop_token_ids)
-        self.scheduler.submit(NewSequence(sequence_id, prompt, bytes(32), sampling), self.clock.now)
+        sampling = Sampling(500, stop_token_ids=BUNDLE.stop_token_ids, **asked)
+        new = NewSequence(sequence_id, prompt, bytes(32), sampling, fork_of=fork_of)
+        self.scheduler.submit(new, self.clock.now)
         self.runner.begin(sequence_id, prompt)
 
     def step(self) -> bool:
@@ -72,7 +82,10 @@ class Bench:
         self.steps += 1
         for event in self.scheduler.apply(self.runner.execute(plan), self.clock.now):
             match event:
-                case TokensProduced(sequence_id, tokens):
+                case PromptTold(sequence_id, _, entries):
+                    self.prompt_logprobs.setdefault(sequence_id, []).extend(entries)
+                case TokensProduced(sequence_id, tokens, logprobs):
+                    self.logprobs.setdefault(sequence_id, []).extend(logprobs)
                     self.ids.setdefault(sequence_id, []).extend(tokens)
                     self.times.setdefault(sequence_id, []).append(self.clock.now)
                 case SequenceStarted(sequence_id, cached_tokens):
@@ -114,6 +127,27 @@ def test_cached_tokens_are_the_real_schedulers() -> None:
     bench.submit(2, "x" * 100)
     bench.drain()
     assert (bench.cached[1], bench.cached[2]) == (0, 96)
+
+
+def test_lanes_of_one_prompt_all_say_it_at_its_pace() -> None:
+    bench = Bench([ScriptRule("", "abc", delay_ms=20)])
+    bench.submit(1, "x" * 40)
+    for sequence_id in (2, 3):
+        bench.submit(sequence_id, "x" * 40, fork_of=1)
+    bench.drain()
+    assert [bench.said(sequence_id) for sequence_id in (1, 2, 3)] == ["abc<|im_end|>"] * 3
+    assert (bench.cached[2], bench.cached[3]) == (39, 39)
+    assert max(bench.times[3]) - 50.0 < 0.2
+
+
+def test_scripted_tokens_and_the_prompt_are_certain() -> None:
+    bench = Bench([ScriptRule("", "ab", delay_ms=20)])
+    bench.submit(1, "hello", logprobs=3, prompt_logprobs=0)
+    bench.submit(2, "hello")
+    bench.drain()
+    assert bench.logprobs[1] == [TokenLogprob(0.0, 1, ((token, 0.0),)) for token in bench.ids[1]]
+    assert bench.prompt_logprobs == {1: [TokenLogprob(0.0, 1)] * 4}
+    assert bench.logprobs[2] == []
 
 
 def test_a_preempted_reply_goes_on_where_it_was() -> None:

@@ -2,8 +2,8 @@
 
 The message (or a whole prompt) may be JSON: {"say": text or a list of one a lane, "times": n,
 "delay_s": before each step, "first_s": before the first, "step": tokens a frame, "fail_after":
-tokens, "fail": code, "fail_lane": only this one, "cut_after": tokens, "cut_attempts": attempts that
-are cut, of any number}.
+tokens, "fail": code, "fail_lane": only this one, "wait_lane": ends only when told to, "cut_after":
+tokens, "cut_attempts": attempts that are cut, of any number}.
 Anything else is answered with "ok". A token is a byte, so counts are easy to foretell.
 Log probabilities are made up by `logprob_of`.
 """
@@ -87,6 +87,7 @@ class Served:
     finished_keep: int | None = None
     keeps: dict[int, int] = field(default_factory=dict)  # by the lane's index
     sent: int = 0
+    busy: int = 0  # lanes of the node when it came, its own included
 
 
 @dataclass
@@ -183,6 +184,7 @@ class ScriptedNode:
                     self.by_lane[lane] = served
                     answer = self._answer_while_linked(socket, index, served, ids)
                     self.tasks[lane] = asyncio.create_task(answer)
+                served.busy = len(self.by_lane)
             case wire.Abort(lanes):
                 for lane in lanes:
                     if lane in self.by_lane:  # else its end and the Abort crossed
@@ -255,6 +257,8 @@ class ScriptedNode:
             )
             started = []
             await asyncio.sleep(float(script.get("delay_s", 0)))
+        if script.get("wait_lane") == index:
+            await asyncio.sleep(30)
         self._remember(ids)
         reason = "length" if len(tokens) == sampling.max_tokens else "stop"
         usage = wire.Usage(len(ids), cached, len(tokens))

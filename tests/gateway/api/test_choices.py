@@ -50,7 +50,7 @@ def last_row(gateway: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("step", [1, 3, 50])
 def test_streamed_choices_equal_whole_ones_and_are_billed_once(gateway, ask, step) -> None:
     fields = {"n": 3, "stop": "STOP", "seed": 5}
-    script = {"say": SAYS, "step": step, "delay_s": 0.004 * step}
+    script = {"say": SAYS, "step": step, "delay_s": 0.002, "wait_lane": 1}
     with gateway.client() as client:
         whole = client.post("/v1/chat/completions", json=ask(script, **fields))
         row = last_row(gateway)
@@ -106,3 +106,51 @@ def test_who_leaves_pays_the_prompt_once_and_every_choices_tokens(gateway, ask) 
     assert row["status"] == "client_left"
     assert row["prompt_tokens"] == len(served.submit.prompt) // 4
     assert 9 <= row["completion_tokens"] <= served.sent
+
+
+@pytest.mark.parametrize("step", [1, 2, 50])
+def test_log_probabilities_of_chat_are_told_with_the_text(gateway, ask, step) -> None:
+    fields = {"n": 2, "stop": "TOP", "logprobs": True, "top_logprobs": 2}
+    script = {"say": ["é🙂x", "to TOP"], "step": step, "delay_s": 0.002}
+    with gateway.client() as client:
+        whole = client.post("/v1/chat/completions", json=ask(script, **fields)).json()
+        reply = client.post("/v1/chat/completions", json=ask(script, **fields, stream=True))
+    entries: dict[int, list[Any]] = {0: [], 1: []}
+    for event in events_of(reply.text):
+        for choice in event["choices"]:
+            if choice["logprobs"] is not None:
+                assert choice["logprobs"]["refusal"] is None
+                entries[choice["index"]] += choice["logprobs"]["content"]
+    for choice in whole["choices"]:
+        assert choice["logprobs"] == {"content": entries[choice["index"]], "refusal": None}
+    first, second = entries[0], entries[1]
+    assert bytes(byte for entry in first for byte in entry["bytes"]).decode() == "é🙂x"
+    assert first[-1]["token"] == "x"
+    assert [entry["token"] for entry in second] == ["t", "o", " "]  # none of the stop string
+    assert [entry["logprob"] for entry in second] == [-0.125, -0.25, -0.375]
+    assert second[0]["top_logprobs"][0] == {"token": "t", "logprob": -0.125, "bytes": [116]}
+    assert [len(entry["top_logprobs"]) for entry in first + second] == [2] * 10
+
+
+def test_fields_of_sampling_reach_the_node(gateway, ask) -> None:
+    fields = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"9": -100, "2": 3.5},
+        "min_tokens": 2,
+        "max_tokens": 9,
+        "seed": 7,
+        "logprobs": True,
+        "n": 2,
+    }
+    with gateway.client() as client:
+        for ignore_eos in (False, True):
+            body = ask("hi", **fields, ignore_eos=ignore_eos)
+            assert client.post("/v1/chat/completions", json=body).status_code == 200
+    kept, ignored = (one.submit.sampling for one in gateway.node.served)
+    assert (kept.presence_penalty, kept.frequency_penalty) == (0.5, -0.5)
+    assert (kept.repetition_penalty, kept.logit_bias) == (1.1, ((2, 3.5), (9, -100.0)))
+    assert (kept.min_tokens, kept.max_tokens, kept.seed, kept.logprobs) == (2, 9, 7, 0)
+    assert kept.prompt_logprobs is None
+    assert (len(kept.stop_token_ids), ignored.stop_token_ids) == (1, ())

@@ -64,6 +64,18 @@ def test_cost_is_the_ledgers_charge(gateway, stream) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_cost_of_a_text_completion_is_the_ledgers_charge_over_all_choices(gateway, stream) -> None:
+    body = {"model": "tiny", "prompt": ["one prompt", "another"], "n": 2, "stream": stream}
+    with gateway.client() as client:
+        reply = client.post("/v1/completions", json={**body, "usage": {"include": True}})
+        plain = client.post("/v1/completions", json=body)
+    usage = usage_of(reply, stream)
+    charge, _ = settled(gateway)[reply.headers["x-request-id"]]
+    assert usage["cost"] * 10**9 == charge > 0
+    assert '"cost"' not in plain.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("usage", [None, {}, {"include": False}, {"include": None}])
 def test_who_does_not_ask_is_not_told(gateway, stream, usage) -> None:
     body = body_of("a", stream=stream, usage=usage)

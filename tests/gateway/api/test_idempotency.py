@@ -343,6 +343,18 @@ def test_key_belongs_to_the_api_key_and_the_route(gateway, post, key) -> None:
     assert len(gateway.node.served) == 3
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_completion_of_many_choices_is_replayed_too(gateway, key, stream) -> None:
+    body = {"model": "tiny", "prompt": ["one", "two"], "n": 2, "stream": stream}
+    before = len(rows(gateway))
+    with gateway.client() as client:
+        first, second = (client.post("/v1/completions", json=body, headers=key) for _ in range(2))
+    assert first.status_code == 200
+    assert first.content == second.content
+    assert second.headers["idempotent-replayed"] == "true"
+    assert len(rows(gateway)) == before + 1
+
+
 @pytest.mark.parametrize("value", ["", "x" * 256, "caf\u00e9", "a\tb"])
 def test_key_that_is_none_is_a_400(gateway, value) -> None:
     extra = f"Idempotency-Key: {value}\r\n"

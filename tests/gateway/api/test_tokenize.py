@@ -51,6 +51,13 @@ def test_messages_have_the_ids_that_generation_sees(gateway) -> None:
     assert told["token_strs"] is None
 
 
+def test_prompt_has_the_ids_that_a_text_completion_sees(gateway) -> None:
+    text = "naïve <|im_end|> 🙂"
+    told = tokenize(gateway, prompt=text)
+    post(gateway, "/v1/completions", {"model": "tiny", "prompt": text})
+    assert told["tokens"] == list(unpack_ids(gateway.node.served[0].submit.prompt))
+
+
 def test_without_a_generation_prompt_the_conversation_ends_where_it_ends(tmp_path, start) -> None:
     node = sys.modules["scripted_node"]
     always, opening, _ = node.TEMPLATE.rpartition("<|im_start|>assistant\n")
