@@ -21,6 +21,8 @@ import structlog
 from structlog.typing import FilteringBoundLogger
 
 from gateway.api.body import BodyBudget
+from gateway.api.exchange import Exchange
+from gateway.api.idempotency import Idempotency
 from gateway.asgi import Application
 from gateway.config import GatewayConfig, read_secret
 from gateway.home import open_home, told_addresses
@@ -97,19 +99,29 @@ async def build(
                 on_usage_record=lambda record: ledger.settle_from_usage_record(record, time.time()),
             )
             prices = _prices(config.models.prices_file)
+        metrics, log = Metrics(), log or structlog.get_logger("kagari.gateway")
+
+        def tell_outlived(exchange: Exchange) -> None:
+            log.info(
+                "request_outlived_its_client", request_id=exchange.request_id, **exchange.notes
+            )
+
         yield Services(
             config=config,
             home=home,
             fleet=fleet,
             ledger=ledger,
             ledger_reader=reader,
+            idempotency=Idempotency(
+                config, home.secret, reader, metrics, on_outlived=tell_outlived
+            ),
             keys=keys,
             prices=prices,
             policy_version=parameters.version,
             admission=Admission(config.admission),
             body_budget=BodyBudget(config.limits.body_bytes_in_flight),
-            metrics=Metrics(),
-            log=log or structlog.get_logger("kagari.gateway"),
+            metrics=metrics,
+            log=log,
         )
 
 
@@ -127,6 +139,7 @@ async def running(services: Services, *, emit: Emit = silent) -> AsyncIterator[A
         link_host = server.link_host or server.host
         links = LinkServer(services.fleet, join_token=services.home.join_token)
         link_port = await stack.enter_async_context(links.serve(link_host, server.link_port))
+        stack.push_async_callback(services.idempotency.close)
         tasks = [
             asyncio.create_task(_serve(services, listener, routes_app, stop))
             for listener, routes_app in (

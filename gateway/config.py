@@ -63,6 +63,15 @@ class StreamConfig(Struct, frozen=True, forbid_unknown_fields=True):
     send_stall_s: float = 30.0  # a reader that takes nothing for so long is treated as gone
 
 
+class IdempotencyConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """What is kept of answers to requests with an Idempotency-Key."""
+
+    leave_grace_s: float = 10.0  # a run whose clients all left may be asked for again so long
+    answer_bytes: int = 1 << 20  # a larger answer is not kept
+    stored_bytes: int = 64 << 20  # all answers together, running ones included
+    lifetime_s: float = 86_400.0
+
+
 class KeysConfig(Struct, frozen=True, forbid_unknown_fields=True):
     api_key_file: str | None = None  # one literal key of tenant "default"
     join_token_file: str | None = None  # None: join.token in home
@@ -94,6 +103,7 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     limits: LimitsConfig = LimitsConfig()
     admission: AdmissionLimits = AdmissionLimits()
     stream: StreamConfig = StreamConfig()
+    idempotency: IdempotencyConfig = IdempotencyConfig()
     keys: KeysConfig = KeysConfig()
     region: RegionConfig = RegionConfig()
     routing: RoutingConfig = RoutingConfig()
@@ -106,6 +116,7 @@ SECTIONS: dict[str, type[Struct]] = {
     "limits": LimitsConfig,
     "admission": AdmissionLimits,
     "stream": StreamConfig,
+    "idempotency": IdempotencyConfig,
     "keys": KeysConfig,
     "region": RegionConfig,
     "routing": RoutingConfig,
@@ -291,6 +302,10 @@ def _check(config: GatewayConfig) -> None:
     for name, value in positive.items():
         if not value > 0:
             raise ConfigError(name, str(value), "a number above 0", "Raise it.")
+    for key in IdempotencyConfig.__struct_fields__:
+        value = getattr(config.idempotency, key)
+        if not value >= 0:
+            raise ConfigError(f"idempotency.{key}", str(value), "0 or more", "Raise it.")
     if config.limits.body_bytes_in_flight < config.limits.body_bytes:
         raise ConfigError(
             "limits.body_bytes_in_flight",

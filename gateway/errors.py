@@ -121,6 +121,22 @@ _KINDS = (
         "key_exists", 409, 10014, "invalid_request_error", False, "A live key has that name."
     ),
     ErrorKind(
+        "idempotency_in_progress",
+        409,
+        3040,
+        "invalid_request_error",
+        True,
+        "The request that came with this idempotency key has not ended, and cannot be joined.",
+    ),
+    ErrorKind(
+        "idempotent_answer_gone",
+        409,
+        5004,
+        "invalid_request_error",
+        False,
+        "This idempotency key was served and billed once; its answer is no longer kept.",
+    ),
+    ErrorKind(
         "request_too_large",
         413,
         3006,
@@ -135,6 +151,14 @@ _KINDS = (
         "invalid_request_error",
         False,
         "The body is compressed or is not JSON by its content type.",
+    ),
+    ErrorKind(
+        "idempotency_key_reused",
+        422,
+        5004,
+        "invalid_request_error",
+        False,
+        "The idempotency key came with another request before.",
     ),
     ErrorKind(
         "rate_limit_exceeded",

@@ -98,7 +98,7 @@ def _content(route: Route, schema_by_kind: dict[Any, Any]) -> dict[str, Any]:
     if route.answer is str:
         return {"text/plain": {"schema": {"type": "string"}}}
     content = _json(schema_by_kind.get(route.answer, ANY_OBJECT))
-    if route.streams:
+    if route.generates:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     return content
 

@@ -14,8 +14,9 @@ from typing import Literal
 from msgspec import Struct
 
 from gateway import openapi
-from gateway.admin import keys, nodes, prices, requests, sessions, usage
-from gateway.api import chat, completions, health, models
+from gateway.admin import keys, nodes, prices, requests, sessions
+from gateway.admin import usage as totals
+from gateway.api import chat, completions, health, models, tokenize, usage
 from gateway.api.chat_request import ChatBody
 from gateway.api.completions_request import CompletionBody
 from gateway.api.exchange import Exchange
@@ -32,10 +33,11 @@ NO_BODY_BYTES = 4096  # what a route without a body reads and ignores
 
 @dataclass(frozen=True)
 class Route:
-    """body_bytes: None means the configured limit of a request body.
+    """body_bytes: None means the configured limit of a request body. generates: it is billed, so
+    an Idempotency-Key counts, and its answer may be an event stream.
 
-    What follows it is what the OpenAPI document tells beside the handler's first line: the types of
-    query, body and answer (str is plain text; None is any JSON object) and the status of success.
+    What follows them is what the OpenAPI document tells beside the handler's first line: the types
+    of query, body and answer (str is plain text; None is any JSON object) and success's status.
     """
 
     path: str
@@ -44,12 +46,12 @@ class Route:
     handler: Handler
     body_type: BodyType = "none"
     body_bytes: int | None = NO_BODY_BYTES
+    generates: bool = False
     _: KW_ONLY
     query: type[Struct] | None = None
     body: type[Struct] | None = None
     answer: type | None = None
     status: int = 200
-    streams: bool = False  # the answer may be an event stream instead
     pattern: re.Pattern[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -80,9 +82,9 @@ def _admin(
     )
 
 
-def _completion(path: str, handler: Handler, body: type[Struct]) -> Route:
-    """A route that computes: its body may be as large as is configured, its answer a stream."""
-    return Route(path, ("POST",), "client", handler, "json", None, body=body, streams=True)
+def _posted(path: str, handler: Handler, body: type[Struct], *, generates: bool = False) -> Route:
+    """A client's route whose body may be as large as is configured."""
+    return Route(path, POST, "client", handler, "json", None, generates, body=body)
 
 
 def _pattern(path: str) -> re.Pattern[str]:
@@ -112,14 +114,19 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
     ),
     Route("/v1/models", GET, "client", models.list_models, answer=models.ModelList),
     Route("/v1/models/{model:rest}", GET, "client", models.show_model, answer=models.Model),
-    _completion("/v1/chat/completions", chat.chat, ChatBody),
-    _completion("/v1/completions", completions.completions, CompletionBody),
+    _posted("/v1/chat/completions", chat.chat, ChatBody, generates=True),
+    _posted("/v1/completions", completions.completions, CompletionBody, generates=True),
+    _posted("/tokenize", tokenize.tokenize, tokenize.TokenizeBody),
+    _posted("/detokenize", tokenize.detokenize, tokenize.DetokenizeBody),
+    _posted("/v1/tokenize", tokenize.tokenize, tokenize.TokenizeBody),
+    _posted("/v1/detokenize", tokenize.detokenize, tokenize.DetokenizeBody),
+    Route("/v1/usage", GET, "client", usage.show_usage),
     Route(ACCOUNT + "/v1/models", GET, "client", models.list_models, answer=models.ModelList),
     Route(
         ACCOUNT + "/v1/models/{model:rest}", GET, "client", models.show_model, answer=models.Model
     ),
-    _completion(ACCOUNT + "/v1/chat/completions", chat.chat, ChatBody),
-    _completion(ACCOUNT + "/v1/completions", completions.completions, CompletionBody),
+    _posted(ACCOUNT + "/v1/chat/completions", chat.chat, ChatBody, generates=True),
+    _posted(ACCOUNT + "/v1/completions", completions.completions, CompletionBody, generates=True),
 )
 
 ADMIN_ROUTES: tuple[Route, ...] = (
@@ -133,7 +140,7 @@ ADMIN_ROUTES: tuple[Route, ...] = (
     _admin("/keys/{key:rest}", keys.show_key, answer=Key),
     _admin("/keys/{key:rest}", keys.rename_key, ("PATCH",), body=keys.NewName, answer=Key),
     _admin("/keys/{key:rest}", keys.revoke_key, ("DELETE",), answer=Key),
-    _admin("/usage", usage.show_usage, query=usage.UsageQuery, answer=usage.UsageAnswer),
+    _admin("/usage", totals.show_usage, query=totals.UsageQuery, answer=totals.UsageAnswer),
     _admin(
         "/requests",
         requests.list_requests,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from structlog.typing import FilteringBoundLogger
 
 from gateway.api.body import BodyBudget
+from gateway.api.idempotency import Idempotency
 from gateway.config import GatewayConfig
 from gateway.home import Home
 from gateway.ledger.keys import Keys
@@ -26,6 +27,7 @@ class Services:
     fleet: Fleet
     ledger: Ledger
     ledger_reader: LedgerReader
+    idempotency: Idempotency
     keys: Keys
     prices: PriceTable
     policy_version: str

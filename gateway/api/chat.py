@@ -38,6 +38,7 @@ async def chat(services: Services, exchange: Exchange) -> None:
             created=run.created,
             model=request.model,
             include_usage=request.include_usage,
+            rates=run.rates if request.include_cost else None,
             choices=len(run.choices),
             token_bytes=None if request.sampling.logprobs is None else served.text.token_bytes,
         )

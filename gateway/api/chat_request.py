@@ -6,7 +6,7 @@ this version cannot do, is refused with its name: nothing is silently dropped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +21,7 @@ from gateway.api.sampling_request import (
     least_limit,
     read_sampling,
     unsupported,
+    wants_cost,
     wants_usage,
 )
 from gateway.api.typed_input import decoded
@@ -87,6 +88,7 @@ class ChatRequest:
     ]  # role, content (text or text parts), and what history carries
     stream: bool
     include_usage: bool
+    include_cost: bool
     sampling: SamplingRequest
     hints: BodyHints
 
@@ -99,21 +101,14 @@ def read_chat_request(data: bytes, limits: LimitsConfig) -> ChatRequest:
     body = decoded(data, _decode, needs="model and messages")
     if not body.model:
         raise invalid("model", '""', "a model's name", "see GET /v1/models")
-    if not body.messages:
-        raise invalid("messages", "an empty list", "at least one message", "add a user message")
-    if len(body.messages) > MAX_MESSAGES:
-        raise invalid(
-            "messages",
-            f"{len(body.messages)} messages",
-            f"at most {MAX_MESSAGES}",
-            "compact the conversation",
-        )
+    messages = read_messages(body.messages)
     _refuse_unsupported(body)
     return ChatRequest(
         model=body.model,
-        messages=tuple(_plain(i, message) for i, message in enumerate(body.messages)),
+        messages=messages,
         stream=bool(body.stream),
         include_usage=wants_usage(body),
+        include_cost=wants_cost(body),
         sampling=read_sampling(
             body,
             limits,
@@ -128,6 +123,20 @@ def read_chat_request(data: bytes, limits: LimitsConfig) -> ChatRequest:
             metadata=body.metadata,
         ),
     )
+
+
+def read_messages(messages: Sequence[ChatMessage]) -> tuple[Mapping[str, object], ...]:
+    """A conversation for `gateway/text`; raises GatewayError (400)."""
+    if not messages:
+        raise invalid("messages", "an empty list", "at least one message", "add a user message")
+    if len(messages) > MAX_MESSAGES:
+        raise invalid(
+            "messages",
+            f"{len(messages)} messages",
+            f"at most {MAX_MESSAGES}",
+            "compact the conversation",
+        )
+    return tuple(_plain(i, message) for i, message in enumerate(messages))
 
 
 def _refuse_unsupported(body: ChatBody) -> None:

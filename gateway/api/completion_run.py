@@ -122,6 +122,7 @@ class CompletionRun:
                 started_at=time.time(),
                 session_digest=self._salted(session),
                 page_digest=self._salted(deepest_key),
+                idempotency_digest=self.exchange.idempotency_digest,
             )
         )
 
@@ -212,6 +213,7 @@ class CompletionRun:
         )
         if self._has_row:
             self.services.ledger.settle(self._settlement(status, ttft_s))
+            self.exchange.is_billed = status != "failed"
         self._tell(status, ttft_s, ended)
 
     def discard(self) -> None:

@@ -15,6 +15,7 @@ from gateway.api.sampling_request import (
     invalid,
     read_sampling,
     unsupported,
+    wants_cost,
     wants_usage,
 )
 from gateway.api.typed_input import decoded
@@ -46,6 +47,7 @@ class CompletionRequest:
     echo: bool
     stream: bool
     include_usage: bool
+    include_cost: bool
     sampling: SamplingRequest
     hints: BodyHints
 
@@ -83,6 +85,7 @@ def read_completion_request(data: bytes, limits: LimitsConfig) -> CompletionRequ
         echo=echo,
         stream=bool(body.stream),
         include_usage=wants_usage(body),
+        include_cost=wants_cost(body),
         sampling=sampling,
         hints=BodyHints(
             prompt_cache_key=body.prompt_cache_key,

@@ -28,12 +28,19 @@ class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
 
 
+class UsageOptions(Struct, frozen=True):
+    """As OpenRouter's clients ask for what an answer costs."""
+
+    include: bool | None = None
+
+
 class SamplingBody(Struct, frozen=True, kw_only=True):
     """The wire form. Types only; ranges are checked in `read_sampling`."""
 
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    usage: UsageOptions | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -139,7 +146,12 @@ def read_sampling(
 
 
 def wants_usage(body: SamplingBody) -> bool:
-    return bool(body.stream_options and body.stream_options.include_usage)
+    asked = bool(body.stream_options and body.stream_options.include_usage)
+    return asked or wants_cost(body)
+
+
+def wants_cost(body: SamplingBody) -> bool:
+    return bool(body.usage and body.usage.include)
 
 
 def least_limit(**limits: int | None) -> int | None:

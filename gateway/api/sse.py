@@ -13,6 +13,7 @@ import msgspec
 from gateway.api.choice import Turn
 from gateway.api.logprobs import TokenBytes, chat_logprobs, text_logprobs
 from policies.contract.wire import Usage
+from policies.pricing import Rates, charge, usd
 
 HEARTBEAT = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -27,7 +28,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ChatChunks:
-    """The chat dialect. With include_usage each event carries usage: null until the last."""
+    """The chat dialect. With include_usage each event carries usage: null until the last.
+
+    rates: of a request that asked what it costs.
+    """
 
     def __init__(
         self,
@@ -36,11 +40,13 @@ class ChatChunks:
         created: int,
         model: str,
         include_usage: bool,
+        rates: Rates | None = None,
         choices: int = 1,
         token_bytes: TokenBytes | None = None,
     ):
         """token_bytes: for log probabilities, if they were asked for."""
         self._id, self._created, self._model = completion_id, created, model
+        self._rates = rates
         self._open = (
             b'data: {"id":%b,"object":"chat.completion.chunk","created":%d,"model":%b,"choices":['
             % (_encode(completion_id), created, _encode(model))
@@ -86,7 +92,7 @@ class ChatChunks:
         )
 
     def usage(self, usage: Usage) -> bytes:
-        return self._open + b'],"usage":%b}\n\n' % _encode(usage_fields(usage))
+        return self._open + b'],"usage":%b}\n\n' % _encode(usage_fields(usage, self._rates))
 
     def whole(self, turns: Sequence[Sequence[Turn]], usage: Usage) -> bytes:
         return completion(
@@ -97,6 +103,7 @@ class ChatChunks:
                 chat_choice(index, choice, self._token_bytes) for index, choice in enumerate(turns)
             ],
             usage=usage,
+            rates=self._rates,
         )
 
 
@@ -105,14 +112,30 @@ def error_event(body: bytes) -> bytes:
     return b"data: " + body + b"\n\n"
 
 
-def usage_fields(usage: Usage) -> dict[str, object]:
-    """OpenAI's shape; prompt_tokens includes the cached ones, and the count is always there."""
-    return {
+def usage_fields(usage: Usage, rates: Rates | None = None) -> dict[str, object]:
+    """OpenAI's shape; prompt_tokens includes the cached ones, and the count is always there.
+
+    With rates what it costs, by the function and the figures that the ledger settles by.
+    """
+    fields: dict[str, object] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if rates is not None:
+        price = charge(usage, rates)
+        fields["cost"] = _number(price.bill)
+        fields["cost_details"] = {
+            "cache_discount": _number(price.discount),
+            "charge_nano_usd": price.bill,
+        }
+    return fields
+
+
+def _number(nano_usd: int) -> msgspec.Raw:
+    """USD as a JSON number with all its decimals."""
+    return msgspec.Raw(usd(nano_usd).encode())
 
 
 def chat_choice(
@@ -136,6 +159,7 @@ def completion(
     model: str,
     choices: Sequence[dict[str, object]],
     usage: Usage,
+    rates: Rates | None = None,
 ) -> bytes:
     """The whole answer of a request that did not ask for a stream."""
     return _encode(
@@ -145,7 +169,7 @@ def completion(
             "created": created,
             "model": model,
             "choices": choices,
-            "usage": usage_fields(usage),
+            "usage": usage_fields(usage, rates),
         }
     )
 
@@ -160,10 +184,12 @@ class TextChunks:
         created: int,
         model: str,
         include_usage: bool,
+        rates: Rates | None = None,
         choices: int = 1,
         token_bytes: TokenBytes | None = None,
     ):
         """token_bytes: for log probabilities, if they were asked for."""
+        self._rates = rates
         self._fields = {
             "id": completion_id,
             "object": "text_completion",
@@ -202,11 +228,13 @@ class TextChunks:
         )
 
     def usage(self, usage: Usage) -> bytes:
-        return self._open + b'],"usage":%b}\n\n' % _encode(usage_fields(usage))
+        return self._open + b'],"usage":%b}\n\n' % _encode(usage_fields(usage, self._rates))
 
     def whole(self, turns: Sequence[Sequence[Turn]], usage: Usage) -> bytes:
         choices = [self._choice(index, choice) for index, choice in enumerate(turns)]
-        return _encode(self._fields | {"choices": choices, "usage": usage_fields(usage)})
+        return _encode(
+            self._fields | {"choices": choices, "usage": usage_fields(usage, self._rates)}
+        )
 
     def _choice(self, index: int, turns: Sequence[Turn]) -> dict[str, object]:
         tokens = [token for turn in turns for token in turn.tokens]

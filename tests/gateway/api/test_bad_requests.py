@@ -341,6 +341,30 @@ def test_headers_of_64_kb_are_refused(gateway) -> None:
     assert reply.startswith(b"HTTP/1.1 431 ")
 
 
+@pytest.mark.parametrize(
+    ("request_bytes", "status", "code"),
+    [
+        (b"GET /livez HTTP/1.1\r\nHost: t\r\nX-Big: " + b"a" * 20_000, 431, "headers_too_large"),
+        (b"this is no HTTP\r\n\r\n", 400, "invalid_request"),
+        (b"GET /livez HTTP/1.1\r\n\r\n", 400, "invalid_request"),  # no Host
+        (b"GET /livez HTTP/1.1\r\nHost: t\r\nContent-Length: x\r\n\r\n", 400, "invalid_request"),
+    ],
+)
+def test_what_the_server_itself_refuses_has_our_four_parts(
+    gateway, request_bytes, status, code
+) -> None:
+    with gateway.connect() as sock:
+        sock.sendall(request_bytes)
+        head, _, body = read_all(sock).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    error = json.loads(body)["error"]
+    assert error["code"] == code
+    assert all(error[part] for part in ("param", "found", "allowed", "remedy", "docs"))
+    assert b"x-request-id: " + error["request_id"].encode() in head
+    assert b"connection: close" in head
+    assert b"x-should-retry: false" in head
+
+
 def test_many_headers_below_the_servers_limit_get_our_431_over_http2(gateway) -> None:
     with gateway.client(http2=True) as client:
         big = {f"x-{i}": "a" * 1000 for i in range(40)}

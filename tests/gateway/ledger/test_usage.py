@@ -132,7 +132,7 @@ async def test_verify_tells_open_rows_of_a_living_process_from_those_of_a_dead_o
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute("INSERT INTO requests SELECT 9, 'r9', boot, tenant, key_id, model, 'open',"
         " NULL, path, node, NULL, 1, 0, 0, 0, 0, 0, 1, 1, 1, 'v', 'v', 1.0, NULL, NULL, NULL,"
-        " '{}', '[]', NULL, NULL FROM requests")  # fmt: skip
+        " '{}', '[]', NULL, NULL, NULL FROM requests")  # fmt: skip
     connection.close()
     assert "r9: open, but its process is gone" in verify(path).problems[0]
 
