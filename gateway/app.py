@@ -14,20 +14,23 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import structlog
 from structlog.typing import FilteringBoundLogger
 
 from gateway.api.body import BodyBudget
+from gateway.api.exchange import Exchange
+from gateway.api.idempotency import Idempotency
 from gateway.asgi import Application
 from gateway.config import GatewayConfig, read_secret
-from gateway.home import open_home
+from gateway.home import open_home, told_addresses
 from gateway.ledger.files import KEYS_NAME, LEDGER_NAME
 from gateway.ledger.keys import Keys
 from gateway.ledger.ledger import Ledger
 from gateway.ledger.prices import load_prices
+from gateway.ledger.reader import LedgerReader
 from gateway.nodes.bundles import Bundles
 from gateway.nodes.fleet import Fleet, FleetConfig, default_parameters
 from gateway.nodes.link import LINK_PATH, LinkServer
@@ -81,6 +84,7 @@ async def build(
                 keys.import_literal(key)
         with _stage(emit, "ledger", ""):
             ledger = await stack.enter_async_context(Ledger(home.folder / LEDGER_NAME))
+            reader = await stack.enter_async_context(LedgerReader(home.folder / LEDGER_NAME))
         with _stage(emit, "fleet", ""):
             parameters = _parameters(config.routing.parameters_file)
             fleet = Fleet(
@@ -95,18 +99,29 @@ async def build(
                 on_usage_record=lambda record: ledger.settle_from_usage_record(record, time.time()),
             )
             prices = _prices(config.models.prices_file)
+        metrics, log = Metrics(), log or structlog.get_logger("kagari.gateway")
+
+        def tell_outlived(exchange: Exchange) -> None:
+            log.info(
+                "request_outlived_its_client", request_id=exchange.request_id, **exchange.notes
+            )
+
         yield Services(
             config=config,
             home=home,
             fleet=fleet,
             ledger=ledger,
+            ledger_reader=reader,
+            idempotency=Idempotency(
+                config, home.secret, reader, metrics, on_outlived=tell_outlived
+            ),
             keys=keys,
             prices=prices,
             policy_version=parameters.version,
             admission=Admission(config.admission),
             body_budget=BodyBudget(config.limits.body_bytes_in_flight),
-            metrics=Metrics(),
-            log=log or structlog.get_logger("kagari.gateway"),
+            metrics=metrics,
+            log=log,
         )
 
 
@@ -124,6 +139,7 @@ async def running(services: Services, *, emit: Emit = silent) -> AsyncIterator[A
         link_host = server.link_host or server.host
         links = LinkServer(services.fleet, join_token=services.home.join_token)
         link_port = await stack.enter_async_context(links.serve(link_host, server.link_port))
+        stack.push_async_callback(services.idempotency.close)
         tasks = [
             asyncio.create_task(_serve(services, listener, routes_app, stop))
             for listener, routes_app in (
@@ -134,11 +150,13 @@ async def running(services: Services, *, emit: Emit = silent) -> AsyncIterator[A
         try:
             services.started = True
             netloc = f"[{link_host}]" if ":" in link_host else link_host
-            yield Addresses(
+            addresses = Addresses(
                 url=public.url,
                 link_url=f"ws://{netloc}:{link_port}{LINK_PATH}",
                 admin_url=admin.url,
             )
+            with told_addresses(services.home.folder, **asdict(addresses)):
+                yield addresses
             services.draining.set()
             stop.set()
             await asyncio.wait(tasks, timeout=server.drain_s + CUT_AFTER_S)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from functools import partial
 
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.body import ClientLeft, read_body, refuse
 from gateway.api.connected import while_connected
 from gateway.api.exchange import Exchange, clean_client_id, new_request_id
+from gateway.api.idempotency import HEADER
 from gateway.api.keys import check_operator, client_key
 from gateway.api.sse import error_event
 from gateway.errors import GatewayError
@@ -37,33 +39,47 @@ class Application:
             await send({"type": "websocket.close", "code": 1008})
 
     async def _exchange(self, exchange: Exchange) -> None:
-        route: Route | None = None
-        error: GatewayError | None = None
         try:
-            try:
-                route = self._route(exchange)
-                await self._prepare(route, exchange)
-                await while_connected(exchange, route.handler(self.services, exchange))
-            except GatewayError as raised:
-                error = raised
-            except (ClientLeft, asyncio.CancelledError):
-                raise
-            except Exception:
-                self.services.log.exception("handler_failed", request_id=exchange.request_id)
-                error = GatewayError(
-                    "server_error",
-                    found="a fault that the operator sees in the log",
-                    allowed="an answer",
-                    remedy="send the request again",
-                )
-            if error is not None:
-                self.services.metrics.count("kagari_errors", code=error.code)
-                exchange.notes["error"] = error.code
-                await self._reply(exchange, error)
+            await self._serve(self._handle(exchange), exchange)
         except ClientLeft:
             return
         finally:
-            self._tell(route, exchange)
+            self._tell(exchange)
+
+    async def _serve(self, work: Awaitable[None], exchange: Exchange) -> None:
+        """Whatever work raises is answered, unless nobody is there to be answered."""
+        try:
+            await work
+            return
+        except GatewayError as raised:
+            error = raised
+        except ClientLeft:
+            raise
+        except Exception:
+            self.services.log.exception("handler_failed", request_id=exchange.request_id)
+            error = GatewayError(
+                "server_error",
+                found="a fault that the operator sees in the log",
+                allowed="an answer",
+                remedy="send the request again",
+            )
+        self.services.metrics.count("kagari_errors", code=error.code)
+        exchange.notes["error"] = error.code
+        await self._reply(exchange, error)
+
+    async def _handle(self, exchange: Exchange) -> None:
+        services = self.services
+        route = self._route(exchange)
+        exchange.route, exchange.is_public = route.path, route.role == "public"
+        await self._prepare(route, exchange)
+        if route.generates and HEADER in exchange.headers:
+            handler = partial(route.handler, services)
+            work: Awaitable[None] = services.idempotency.answer(
+                exchange, route.path, handler, self._serve
+            )
+        else:
+            work = route.handler(services, exchange)
+        await while_connected(exchange, work)
 
     def _route(self, exchange: Exchange) -> Route:
         limit = self.services.config.limits.header_bytes
@@ -121,14 +137,14 @@ class Application:
         except TimeoutError:
             raise ClientLeft from None
 
-    def _tell(self, route: Route | None, exchange: Exchange) -> None:
+    def _tell(self, exchange: Exchange) -> None:
         duration_s = time.monotonic() - exchange.started
-        name = route.path if route is not None else "none"
+        name = exchange.route
         status = str(exchange.status) if exchange.status is not None else "left"
         metrics = self.services.metrics
         metrics.count("kagari_requests", route=name, status=status)
         metrics.observe("kagari_request_seconds", duration_s, route=name)
-        quiet = route is not None and route.role == "public" and exchange.status == 200
+        quiet = exchange.is_public and exchange.status == 200
         if self.services.config.log.requests and not quiet:
             self.services.log.info(
                 "request",

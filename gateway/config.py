@@ -51,6 +51,8 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     header_bytes: int = 32 << 10
     stop_strings: int = 16
     stop_chars: int = 256
+    choices: int = 16  # n of a request, and how many of its choices run at a time
+    prompts: int = 256  # of one request to /v1/completions
     max_completion_tokens: int | None = None  # on top of the model's own room
     request_deadline_s: float = 600.0
 
@@ -59,6 +61,15 @@ class StreamConfig(Struct, frozen=True, forbid_unknown_fields=True):
     first_heartbeat_s: float = 0.8  # headers are held back no longer than this
     heartbeat_s: float = 5.0
     send_stall_s: float = 30.0  # a reader that takes nothing for so long is treated as gone
+
+
+class IdempotencyConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """What is kept of answers to requests with an Idempotency-Key."""
+
+    leave_grace_s: float = 10.0  # a run whose clients all left may be asked for again so long
+    answer_bytes: int = 1 << 20  # a larger answer is not kept
+    stored_bytes: int = 64 << 20  # all answers together, running ones included
+    lifetime_s: float = 86_400.0
 
 
 class KeysConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,6 +103,7 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     limits: LimitsConfig = LimitsConfig()
     admission: AdmissionLimits = AdmissionLimits()
     stream: StreamConfig = StreamConfig()
+    idempotency: IdempotencyConfig = IdempotencyConfig()
     keys: KeysConfig = KeysConfig()
     region: RegionConfig = RegionConfig()
     routing: RoutingConfig = RoutingConfig()
@@ -104,6 +116,7 @@ SECTIONS: dict[str, type[Struct]] = {
     "limits": LimitsConfig,
     "admission": AdmissionLimits,
     "stream": StreamConfig,
+    "idempotency": IdempotencyConfig,
     "keys": KeysConfig,
     "region": RegionConfig,
     "routing": RoutingConfig,
@@ -277,6 +290,8 @@ def _check(config: GatewayConfig) -> None:
         "limits.body_grace_s": config.limits.body_grace_s,
         "limits.body_min_bytes_per_s": config.limits.body_min_bytes_per_s,
         "limits.header_bytes": config.limits.header_bytes,
+        "limits.choices": config.limits.choices,
+        "limits.prompts": config.limits.prompts,
         "limits.request_deadline_s": config.limits.request_deadline_s,
         "admission.concurrent_requests": config.admission.concurrent_requests,
         "admission.concurrent_requests_per_key": config.admission.concurrent_requests_per_key,
@@ -287,6 +302,10 @@ def _check(config: GatewayConfig) -> None:
     for name, value in positive.items():
         if not value > 0:
             raise ConfigError(name, str(value), "a number above 0", "Raise it.")
+    for key in IdempotencyConfig.__struct_fields__:
+        value = getattr(config.idempotency, key)
+        if not value >= 0:
+            raise ConfigError(f"idempotency.{key}", str(value), "0 or more", "Raise it.")
     if config.limits.body_bytes_in_flight < config.limits.body_bytes:
         raise ConfigError(
             "limits.body_bytes_in_flight",

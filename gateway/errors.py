@@ -83,6 +83,13 @@ _KINDS = (
     ErrorKind(
         "node_not_found", 404, 7003, "invalid_request_error", False, "No node has that name."
     ),
+    ErrorKind("key_not_found", 404, 7003, "invalid_request_error", False, "No key has that name."),
+    ErrorKind(
+        "request_not_found", 404, 7003, "invalid_request_error", False, "No row has that id."
+    ),
+    ErrorKind(
+        "session_not_found", 404, 7003, "invalid_request_error", False, "No such session is known."
+    ),
     ErrorKind(
         "method_not_allowed",
         405,
@@ -111,6 +118,25 @@ _KINDS = (
         "aborted", 408, 3008, "server_error", True, "The stream was given up before its end."
     ),
     ErrorKind(
+        "key_exists", 409, 10014, "invalid_request_error", False, "A live key has that name."
+    ),
+    ErrorKind(
+        "idempotency_in_progress",
+        409,
+        3040,
+        "invalid_request_error",
+        True,
+        "The request that came with this idempotency key has not ended, and cannot be joined.",
+    ),
+    ErrorKind(
+        "idempotent_answer_gone",
+        409,
+        5004,
+        "invalid_request_error",
+        False,
+        "This idempotency key was served and billed once; its answer is no longer kept.",
+    ),
+    ErrorKind(
         "request_too_large",
         413,
         3006,
@@ -125,6 +151,14 @@ _KINDS = (
         "invalid_request_error",
         False,
         "The body is compressed or is not JSON by its content type.",
+    ),
+    ErrorKind(
+        "idempotency_key_reused",
+        422,
+        5004,
+        "invalid_request_error",
+        False,
+        "The idempotency key came with another request before.",
     ),
     ErrorKind(
         "rate_limit_exceeded",
@@ -195,6 +229,14 @@ _KINDS = (
         "server_error",
         True,
         "The ledger cannot take the request's row; nothing is served that cannot be billed.",
+    ),
+    ErrorKind(
+        "ledger_unreadable",
+        503,
+        3040,
+        "server_error",
+        True,
+        "The ledger could not be read in time.",
     ),
     ErrorKind("draining", 503, 3040, "server_error", True, "The gateway is shutting down."),
 )

@@ -1,20 +1,26 @@
 """The gateway's own folder: tokens and secrets made at the first start, readable by the owner only.
 
+addresses.json says where a running gateway listens, for the commands of the same owner.
 admin.token opens the admin listener, join.token lets nodes dial in, home.secret seeds the tenants'
 page-key salts and the session digests. home.secret must be backed up and shared by a fleet.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
 
 from policies.contract.page_keys import tenant_salt
 
 SECRET_BYTES = 32
+ADDRESSES_NAME = "addresses.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,10 @@ class Home:
     def salt(self, tenant: str) -> bytes:
         """The tenant's seed of page keys, 32 bytes."""
         return _tenant_salt(self.secret, tenant)
+
+    def salted(self, digest: bytes) -> bytes:
+        """A digest as the ledger keeps it, 16 bytes: rows alone identify nothing."""
+        return blake2b(digest, digest_size=16, key=self.secret).digest()
 
 
 _tenant_salt = lru_cache(1024)(tenant_salt)  # asked for with each request
@@ -46,6 +56,21 @@ def open_home(
         secret=bytes.fromhex(_kept(folder / "home.secret")),
         gateway_id=gateway_id or "g-" + _kept(folder / "gateway.id")[:12],
     )
+
+
+@contextmanager
+def told_addresses(folder: Path, **urls: str) -> Iterator[None]:
+    """Keep the addresses in home while the block runs; a killed process leaves them behind."""
+    path = folder / ADDRESSES_NAME
+    draft = folder / f".{ADDRESSES_NAME}.{os.getpid()}"
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump({"pid": os.getpid(), **urls}, file)
+    draft.replace(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _kept(path: Path) -> str:

@@ -1,20 +1,27 @@
 """One table of routes: path, methods, who may call, how large a body, what handles it.
 
 A path is matched against scope["path"] alone. `{name}` is one segment, `{name:rest}` all that is
-left (a model's name may hold slashes).
+left (a model's or a key's name may hold slashes).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
-from gateway.admin import nodes
-from gateway.api import chat, health, models
+from msgspec import Struct
+
+from gateway import openapi
+from gateway.admin import keys, nodes, prices, requests, sessions
+from gateway.admin import usage as totals
+from gateway.api import chat, completions, health, models, tokenize, usage
+from gateway.api.chat_request import ChatBody
+from gateway.api.completions_request import CompletionBody
 from gateway.api.exchange import Exchange
 from gateway.errors import GatewayError, near, quote
+from gateway.ledger.keys import Key
 from gateway.services import Services
 
 Access = Literal["public", "client", "operator"]
@@ -26,7 +33,12 @@ NO_BODY_BYTES = 4096  # what a route without a body reads and ignores
 
 @dataclass(frozen=True)
 class Route:
-    """body_bytes: None means the configured limit of a request body."""
+    """body_bytes: None means the configured limit of a request body. generates: it is billed, so
+    an Idempotency-Key counts, and its answer may be an event stream.
+
+    What follows them is what the OpenAPI document tells beside the handler's first line: the types
+    of query, body and answer (str is plain text; None is any JSON object) and success's status.
+    """
 
     path: str
     methods: tuple[str, ...]
@@ -34,10 +46,45 @@ class Route:
     handler: Handler
     body_type: BodyType = "none"
     body_bytes: int | None = NO_BODY_BYTES
+    generates: bool = False
+    _: KW_ONLY
+    query: type[Struct] | None = None
+    body: type[Struct] | None = None
+    answer: type | None = None
+    status: int = 200
     pattern: re.Pattern[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pattern", _pattern(self.path))
+
+
+def _admin(
+    path: str,
+    handler: Handler,
+    methods: tuple[str, ...] = ("GET", "HEAD"),
+    *,
+    query: type[Struct] | None = None,
+    body: type[Struct] | None = None,
+    answer: type | None = None,
+    status: int = 200,
+) -> Route:
+    """A route of the operator's: a body is small, and there is one where it has a type."""
+    return Route(
+        "/admin/v1" + path,
+        methods,
+        "operator",
+        handler,
+        "none" if body is None else "json",
+        query=query,
+        body=body,
+        answer=answer,
+        status=status,
+    )
+
+
+def _posted(path: str, handler: Handler, body: type[Struct], *, generates: bool = False) -> Route:
+    """A client's route whose body may be as large as is configured."""
+    return Route(path, POST, "client", handler, "json", None, generates, body=body)
 
 
 def _pattern(path: str) -> re.Pattern[str]:
@@ -51,28 +98,69 @@ def _pattern(path: str) -> re.Pattern[str]:
 GET = ("GET", "HEAD")
 ACCOUNT = "/client/v4/accounts/{account}/ai"  # Cloudflare clients work by changing the host
 
+POST = ("POST",)
+
 PUBLIC_ROUTES: tuple[Route, ...] = (
-    Route("/", GET, "public", health.root),
-    Route("/livez", GET, "public", health.live),
-    Route("/readyz", GET, "public", health.ready),
-    Route("/startupz", GET, "public", health.started),
-    Route("/metrics", GET, "operator", health.metrics),
-    Route("/v1/models", GET, "client", models.list_models),
-    Route("/v1/models/{model:rest}", GET, "client", models.show_model),
-    Route("/v1/chat/completions", ("POST",), "client", chat.chat, "json", None),
-    Route(ACCOUNT + "/v1/models", GET, "client", models.list_models),
-    Route(ACCOUNT + "/v1/models/{model:rest}", GET, "client", models.show_model),
-    Route(ACCOUNT + "/v1/chat/completions", ("POST",), "client", chat.chat, "json", None),
+    Route("/", GET, "public", health.root, answer=str),
+    Route("/livez", GET, "public", health.live, answer=str),
+    Route("/readyz", GET, "public", health.ready, answer=health.Readiness),
+    Route("/startupz", GET, "public", health.started, answer=str),
+    Route("/metrics", GET, "operator", health.metrics, answer=str),
+    Route(
+        "/v1/openapi.json",
+        GET,
+        "client",
+        openapi.serving("Kagari", lambda: PUBLIC_ROUTES),
+    ),
+    Route("/v1/models", GET, "client", models.list_models, answer=models.ModelList),
+    Route("/v1/models/{model:rest}", GET, "client", models.show_model, answer=models.Model),
+    _posted("/v1/chat/completions", chat.chat, ChatBody, generates=True),
+    _posted("/v1/completions", completions.completions, CompletionBody, generates=True),
+    _posted("/tokenize", tokenize.tokenize, tokenize.TokenizeBody),
+    _posted("/detokenize", tokenize.detokenize, tokenize.DetokenizeBody),
+    _posted("/v1/tokenize", tokenize.tokenize, tokenize.TokenizeBody),
+    _posted("/v1/detokenize", tokenize.detokenize, tokenize.DetokenizeBody),
+    Route("/v1/usage", GET, "client", usage.show_usage),
+    Route(ACCOUNT + "/v1/models", GET, "client", models.list_models, answer=models.ModelList),
+    Route(
+        ACCOUNT + "/v1/models/{model:rest}", GET, "client", models.show_model, answer=models.Model
+    ),
+    _posted(ACCOUNT + "/v1/chat/completions", chat.chat, ChatBody, generates=True),
+    _posted(ACCOUNT + "/v1/completions", completions.completions, CompletionBody, generates=True),
 )
 
 ADMIN_ROUTES: tuple[Route, ...] = (
-    Route("/livez", GET, "public", health.live),
-    Route("/readyz", GET, "public", health.ready),
-    Route("/startupz", GET, "public", health.started),
-    Route("/metrics", GET, "public", health.metrics),  # this listener is loopback by default
-    Route("/admin/v1/nodes", GET, "operator", nodes.list_nodes),
-    Route("/admin/v1/nodes/{node}/drain", ("POST",), "operator", nodes.drain),
-    Route("/admin/v1/nodes/{node}/undrain", ("POST",), "operator", nodes.undrain),
+    Route("/livez", GET, "public", health.live, answer=str),
+    Route("/readyz", GET, "public", health.ready, answer=health.Readiness),
+    Route("/startupz", GET, "public", health.started, answer=str),
+    Route("/metrics", GET, "public", health.metrics, answer=str),  # loopback by default
+    _admin("/openapi.json", openapi.serving("Kagari admin", lambda: ADMIN_ROUTES)),
+    _admin("/keys", keys.list_keys, query=keys.KeysQuery, answer=keys.KeyList),
+    _admin("/keys", keys.create_key, POST, body=keys.NewKey, answer=keys.CreatedKey, status=201),
+    _admin("/keys/{key:rest}", keys.show_key, answer=Key),
+    _admin("/keys/{key:rest}", keys.rename_key, ("PATCH",), body=keys.NewName, answer=Key),
+    _admin("/keys/{key:rest}", keys.revoke_key, ("DELETE",), answer=Key),
+    _admin("/usage", totals.show_usage, query=totals.UsageQuery, answer=totals.UsageAnswer),
+    _admin(
+        "/requests",
+        requests.list_requests,
+        query=requests.RequestsQuery,
+        answer=requests.RequestList,
+    ),
+    _admin("/requests/{request}", requests.show_request, answer=requests.RequestAnswer),
+    _admin("/nodes", nodes.list_nodes, answer=nodes.NodeList),
+    _admin("/nodes/{node}", nodes.show_node, answer=nodes.NodeAnswer),
+    _admin("/nodes/{node}/drain", nodes.drain, POST, answer=nodes.DrainAnswer),
+    _admin("/nodes/{node}/undrain", nodes.undrain, POST, answer=nodes.DrainAnswer),
+    _admin("/prices", prices.show_prices, answer=prices.PricesAnswer),
+    _admin(
+        "/session-lookup",
+        sessions.look_up_session,
+        POST,
+        body=sessions.SessionLookup,
+        answer=sessions.SessionAnswer,
+    ),
+    _admin("/sessions/{digest}", sessions.show_session, answer=sessions.SessionAnswer),
 )
 
 

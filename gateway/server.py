@@ -3,7 +3,8 @@
 What Hypercorn 0.18 does by itself and what is added here:
 - it listens on sockets that we open, so that port 0 has a number before it serves, the kernel keeps
   a bounded number of bytes for a slow reader, and a reader that never reads is cut in the end;
-- HTTP/1.1 headers over 16 KiB get 431, HTTP/2 header lists over 64 KiB end the connection;
+- HTTP/1.1 headers over 16 KiB and what is no HTTP get a bare status: `_Http1` says why in our form;
+  HTTP/2 header lists over 64 KiB end the connection;
 - over HTTP/2 one odd request ends the whole connection and every other stream on it: `_Http2`
   refuses late pieces of a body, paths that are not ASCII and CONNECT alone;
 - an HTTP/2 stream whose reader gives no window is buffered without a bound: `_Buffer` holds the
@@ -27,6 +28,7 @@ from typing import Any
 import h2.errors
 import h2.events
 import h2.exceptions
+import h11
 import hypercorn.asyncio.run
 import hypercorn.protocol
 import hypercorn.protocol.h2
@@ -47,7 +49,9 @@ from hypercorn.protocol.h2 import (
 from hypercorn.protocol.h11 import H11Protocol
 from starlette.types import ASGIApp
 
+from gateway.api.exchange import new_request_id
 from gateway.config import ServerConfig
+from gateway.errors import GatewayError
 
 H1_HEADER_BYTES = 16 << 10
 H2_HEADER_BYTES = 64 << 10
@@ -178,6 +182,27 @@ class _Http1(H11Protocol):
         finally:
             self._is_head = False
 
+    async def _send_error_response(self, status_code: int) -> None:
+        error = _refusal(status_code)
+        if error is None:
+            await super()._send_error_response(status_code)
+            return
+        request_id = new_request_id()
+        body = error.body(request_id)
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+            ("x-request-id", request_id),
+            *error.headers(),
+        ]
+        encoded = [(name.encode(), value.encode()) for name, value in headers]
+        response = h11.Response(
+            status_code=error.status, headers=[*encoded, *self.config.response_headers("h11")]
+        )
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            await self._send_h11_event(event)
+
     async def _join(self, event: Event) -> None:
         if not isinstance(event, RawData):
             await self._write(event)
@@ -187,6 +212,27 @@ class _Http1(H11Protocol):
             data, self._head = self._head + event.data, b""
             if data:  # the end of an answer of known length has no bytes
                 await self._write(RawData(data=data))
+
+
+def _refusal(status_code: int) -> GatewayError | None:
+    """Of a request of which nothing can be read: no route, no key, no log line."""
+    if status_code == 431:
+        return GatewayError(
+            "headers_too_large",
+            field="headers",
+            found=f"more than {H1_HEADER_BYTES} bytes",
+            allowed=f"{H1_HEADER_BYTES} bytes over HTTP/1.1",
+            remedy="send fewer or shorter headers",
+        )
+    if status_code == 400:
+        return GatewayError(
+            "invalid_request",
+            field="request",
+            found="bytes that are no HTTP request",
+            allowed="well-formed HTTP/2 or HTTP/1.1",
+            remedy="send it with an HTTP library",
+        )
+    return None
 
 
 class _Http2(H2Protocol):

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from structlog.typing import FilteringBoundLogger
 
 from gateway.api.body import BodyBudget
+from gateway.api.idempotency import Idempotency
 from gateway.config import GatewayConfig
 from gateway.home import Home
 from gateway.ledger.keys import Keys
 from gateway.ledger.ledger import Ledger
+from gateway.ledger.reader import LedgerReader
 from gateway.nodes.fleet import Fleet
 from gateway.telemetry import Metrics
 from policies.admission import Admission
@@ -24,6 +26,8 @@ class Services:
     home: Home
     fleet: Fleet
     ledger: Ledger
+    ledger_reader: LedgerReader
+    idempotency: Idempotency
     keys: Keys
     prices: PriceTable
     policy_version: str

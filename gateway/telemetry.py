@@ -41,6 +41,13 @@ METRICS = (
     MetricRow(
         "kagari_affinity_ignored", "counter", "signals", ("source",), "Signals outside the limits."
     ),
+    MetricRow(
+        "kagari_idempotent_requests",
+        "counter",
+        "requests",
+        ("outcome",),
+        "Requests with an Idempotency-Key: first, joined, replayed, refused.",
+    ),
     MetricRow("kagari_prompt_tokens", "counter", "tokens", ("model",), "Prompt tokens served."),
     MetricRow("kagari_cached_tokens", "counter", "tokens", ("model",), "Prompt tokens reused."),
     MetricRow("kagari_completion_tokens", "counter", "tokens", ("model",), "Tokens produced."),

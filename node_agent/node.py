@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 
 import structlog
 
@@ -166,8 +167,8 @@ class Node:
         entry = self.streams.end(record.request_id, record.attempt, record.lane)
         if entry is None:
             self._log.warning("usage_of_nobody", request_id=record.request_id, engine=index)
-        elif entry.early_acks:
-            entry.early_acks -= 1
+        elif record.lane in entry.early_acks:
+            entry.early_acks.discard(record.lane)
         else:
             self.links[entry.gateway].usage.add(record, self._clock())
 
@@ -249,8 +250,8 @@ class Node:
                     engine = self.engines[entry.engine]
                     engine.outbox.finish(link.channel, message)
                     engine.pump()
-            case UsageAck(records=records):
-                self._acknowledge(link, records)
+            case UsageAck(records=records, lanes=lanes):
+                self._acknowledge(link, records, lanes)
             case Resync(engine=index):
                 if index in self._mirrors:
                     self._send_snapshot(link, index)
@@ -330,13 +331,18 @@ class Node:
         self._send_rare(link, engine.index, rare)
         engine.pump()
 
-    def _acknowledge(self, link: GatewayLink, records: Iterable[tuple[str, int]]) -> None:
-        for request_id, attempt in records:
-            if link.usage.acknowledge(request_id, attempt):
+    def _acknowledge(
+        self, link: GatewayLink, records: Iterable[tuple[str, int]], lanes: Iterable[int]
+    ) -> None:
+        """A gateway that names no lanes means the request's oldest."""
+        for (request_id, attempt), lane in zip_longest(records, lanes):
+            if link.usage.acknowledge(request_id, attempt, lane):
                 continue
             entry = self.streams.of_request(request_id, attempt)
             if entry is not None and entry.gateway == link.index:
-                entry.early_acks += 1
+                waiting = entry.lanes - entry.early_acks
+                if lane in waiting or (lane is None and waiting):
+                    entry.early_acks.add(min(waiting) if lane is None else lane)
 
     # --- to gateways -----------------------------------------------------------------------------
 

@@ -91,8 +91,10 @@ class UsageBacklog:
 
     def __init__(self, limit: int = MAX_UNACKNOWLEDGED) -> None:
         self._limit = limit
-        # (request_id, attempt) → [record, when last told] of each of its streams
-        self._records: OrderedDict[tuple[str, int], list[tuple[UsageRecord, float]]] = OrderedDict()
+        # (request_id, attempt) → lane → its record and when it was last told, oldest first
+        self._records: OrderedDict[tuple[str, int], dict[int, tuple[UsageRecord, float]]] = (
+            OrderedDict()
+        )
         self._size = 0
         self.dropped = 0
 
@@ -101,17 +103,19 @@ class UsageBacklog:
 
     def add(self, record: UsageRecord, now: float) -> None:
         """The stream's terminal event is on its way and counts as the first telling."""
-        self._records.setdefault((record.request_id, record.attempt), []).append((record, now))
+        self._records.setdefault((record.request_id, record.attempt), {})[record.lane] = record, now
         self._size += 1
         if self._size > self._limit:
             self.dropped += 1
-            self._remove_oldest(next(iter(self._records)))
+            request = next(iter(self._records))
+            self._remove(request, next(iter(self._records[request])))
 
-    def acknowledge(self, request_id: str, attempt: int) -> bool:
-        """Each acknowledgement is for one stream; of several the oldest goes first."""
-        if (request_id, attempt) not in self._records:
+    def acknowledge(self, request_id: str, attempt: int, lane: int | None = None) -> bool:
+        """False: there is no such record. Without a lane the request's oldest is meant."""
+        records = self._records.get((request_id, attempt))
+        if records is None or (lane is not None and lane not in records):
             return False
-        self._remove_oldest((request_id, attempt))
+        self._remove((request_id, attempt), next(iter(records)) if lane is None else lane)
         return True
 
     def all(self, now: float) -> list[UsageRecord]:
@@ -125,18 +129,18 @@ class UsageBacklog:
     def _tell(self, now: float, *, told_before: float) -> list[UsageRecord]:
         told_now = []
         for records in self._records.values():
-            for index, (record, told) in enumerate(records):
+            for lane, (record, told) in records.items():
                 if told <= told_before:
-                    records[index] = (record, now)
+                    records[lane] = record, now
                     told_now.append(record)
         return told_now
 
-    def _remove_oldest(self, key: tuple[str, int]) -> None:
-        records = self._records[key]
-        records.pop(0)
+    def _remove(self, request: tuple[str, int], lane: int) -> None:
+        records = self._records[request]
+        del records[lane]
         self._size -= 1
         if not records:
-            del self._records[key]
+            del self._records[request]
 
 
 def engine_report(last: EngineReport, *, age_s: float, is_down: bool) -> EngineReport:

@@ -26,7 +26,8 @@ class Streams:
     attempt: int
     lanes: set[int]
     is_cut: bool = False  # its link is gone: nobody waits for tokens
-    early_acks: int = 0  # acknowledged by the terminal event, before the usage record came
+    early_acks: set[int] = field(default_factory=set)  # lanes whose terminal event was
+    # acknowledged before their usage record came
     aborting: set[int] = field(default_factory=set)  # lanes whose Abort is on its way
 
 

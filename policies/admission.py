@@ -82,17 +82,19 @@ class Admission:
         self._in_flight_by_key[key_id] = mine + 1
         return Ticket(key_id)
 
-    def reserve(self, ticket: Ticket, *, prompt_tokens: int, max_tokens: int) -> Shed | None:
+    def reserve(
+        self, ticket: Ticket, *, prompt_tokens: int, max_tokens: int, choices: int = 1
+    ) -> Shed | None:
         """Reserve before work starts, so that parallel requests cannot all pass one check.
 
         A request larger than the whole bound enters when nothing else is reserved: a bound must
-        slow big requests down, never shut them out.
+        slow big requests down, never shut them out. max_tokens is of each of its choices.
         """
         limits = self.limits
-        tokens = prompt_tokens + min(max_tokens, limits.output_reserve_tokens)
+        tokens = prompt_tokens + choices * min(max_tokens, limits.output_reserve_tokens)
         if (
             limits.reserved_tokens is not None
-            and self.reserved_tokens > 0
+            and self.reserved_tokens > ticket.reserved_tokens  # by others
             and self.reserved_tokens + tokens > limits.reserved_tokens
         ):
             return Shed("tokens", limits.reserved_tokens, limits.retry_after_s)

@@ -86,6 +86,11 @@ def charge(usage: Usage, rates: Rates) -> Charge:
     return Charge(full, full - bill, bill)
 
 
+def usd(nano: int) -> str:
+    """An amount in USD, exactly, with all nine decimals; a JSON number as it stands."""
+    return f"{'-' if nano < 0 else ''}{abs(nano) // 10**9}.{abs(nano) % 10**9:09d}"
+
+
 def _nano(pico: int) -> int:
     return (pico + PICO_PER_NANO // 2) // PICO_PER_NANO
 

@@ -67,7 +67,7 @@ async def silent_node(bench: Bench) -> None:
 async def failed(stream: Stream) -> wire.Failed:
     async with asyncio.timeout(30):
         while True:
-            burst = await stream.next()
+            (burst,) = await stream.next()
             if burst.end is not None:
                 assert isinstance(burst.end, wire.Failed)
                 return burst.end

@@ -13,7 +13,9 @@ from typing import cast
 
 import uvloop
 
-from gateway.api.sse import completion
+from gateway.api.choice import Turn
+from gateway.api.sse import chat_choice, completion
+from gateway.text.deltas import Text
 from policies.contract.wire import Usage
 
 CHAT = b"POST /v1/chat/completions HTTP/1.1\r\n"
@@ -59,8 +61,7 @@ def answer_of(text: str) -> bytes:
         completion_id="chatcmpl-" + "0" * 32,
         created=1,
         model="scripted",
-        text=text,
-        reason="length",
+        choices=[chat_choice(0, [Turn(0, [Text(text)], "length")])],
         usage=Usage(189, 0, len(text)),
     )
     head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"

@@ -1,42 +1,108 @@
-"""One completion between its dispatch and its settlement: counts, text, row, and the single end."""
+"""One request between its dispatch and its settlement: streams, counts, row, and the single end."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from hashlib import blake2b
+from collections import deque
+from dataclasses import dataclass, field, replace
 from typing import Final
 
+from gateway.api.choice import Choice, Turn
 from gateway.api.exchange import Exchange
 from gateway.errors import GatewayError
 from gateway.ledger.keys import Key
 from gateway.ledger.rows import Attempt, Ending, OpenRow, Quality, Settlement
-from gateway.nodes.streams import Burst, Stream
+from gateway.nodes.fleet import NoCapacity, NoNode
+from gateway.nodes.streams import Dispatch, Stream, Waiter
 from gateway.services import Services
-from gateway.text.output import OutputText
-from policies.contract.wire import Finished, Usage
+from policies.contract.wire import Usage
 from policies.pricing import Rates, charge_nano_usd
 
 DEADLINE_GRACE_S = 5.0  # the engine ends what is late; this is for when it cannot
 PATH: Final = "mixed"  # how every request runs until prefill and decode can be split
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
+class Part:
+    """One prompt of a request, and the choices that continue it: one a lane."""
+
+    dispatch: Dispatch
+    choices: list[Choice]
+    stream: Stream | None = None
+
+    def count_unread(self) -> None:
+        """What choices produced that did not end, for a run that is given up."""
+        for lane, choice in enumerate(self.choices):
+            if self.stream is not None:
+                choice.count(self.stream.produced_on(lane))
+
+    @property
+    def is_over(self) -> bool:
+        return all([choice.reason is not None for choice in self.choices])
+
+
+@dataclass(slots=True, eq=False)
 class CompletionRun:
+    """Call `dispatch` first. Parts that find no place wait until earlier ones are over."""
+
     services: Services
     exchange: Exchange
-    stream: Stream
-    output: OutputText
+    parts: list[Part]
     model: str
-    prompt_tokens: int
     rates: Rates
     created: int = field(default_factory=lambda: int(time.time()))
-    reason: str | None = None  # stop or length, once the answer is complete
-    completion_tokens: int = 0
     first_token_at: float | None = None
     is_open: bool = True
+    is_broken: bool = False  # a fault of ours: nothing is billed
+    _running: list[tuple[Part, Stream]] = field(default_factory=list)
+    _waiting: deque[Part] = field(default_factory=deque)
+    _waiter: Waiter = field(default_factory=Waiter)
     _has_row: bool = False
+
+    @property
+    def choices(self) -> list[Choice]:
+        return [choice for part in self.parts for choice in part.choices]
+
+    @property
+    def first(self) -> Stream:
+        """Of the first prompt; it is what headers and the row tell of."""
+        stream = self.parts[0].stream
+        assert stream is not None, "dispatch comes first"
+        return stream
+
+    @property
+    def is_complete(self) -> bool:
+        """Every choice ended as it should."""
+        return not self._running and not self._waiting
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum([len(part.dispatch.prompt) for part in self.parts])
+
+    def dispatch(self) -> None:
+        """Place the first prompt and what may run beside it. GatewayError: no node takes it."""
+        self._waiting.extend(self.parts)
+        self._place()
+
+    def _place(self) -> None:
+        """One request's prompts take turns, so that it cannot fill every node by itself."""
+        most = self.services.config.limits.choices
+        lanes = sum([len(part.choices) for part, _ in self._running])
+        while self._waiting and (not lanes or lanes + len(self._waiting[0].choices) <= most):
+            part = self._waiting[0]
+            dispatch = part.dispatch
+            if part is not self.parts[0]:
+                left_s = self.exchange.started + dispatch.deadline_s - time.monotonic()
+                dispatch = replace(dispatch, deadline_s=max(left_s, 0.001))
+            try:
+                part.stream = self.services.fleet.dispatch(dispatch, self._waiter)
+            except (NoCapacity, NoNode) as refusal:
+                if not lanes:
+                    raise _no_place(refusal) from None
+                return  # one of ours will end and make room
+            self._waiting.popleft()
+            self._running.append((part, part.stream))
+            lanes += len(part.choices)
 
     async def open_row(self, key: Key, *, session: bytes | None, deepest_key: bytes | None) -> None:
         """Returns when the row is committed; nothing is sent to the client before. LedgerFull."""
@@ -52,73 +118,80 @@ class CompletionRun:
                 rates=self.rates,
                 price_version=self.services.prices.version,
                 policy_version=self.services.policy_version,
-                node=self.stream.node_id,
+                node=self.first.node_id,
                 started_at=time.time(),
                 session_digest=self._salted(session),
                 page_digest=self._salted(deepest_key),
+                idempotency_digest=self.exchange.idempotency_digest,
             )
         )
 
-    async def next(self, timeout_s: float | None = None) -> Burst | None:
-        """The next burst, or None when timeout_s passed. Raises GatewayError past the deadline."""
+    async def next(self, timeout_s: float | None = None) -> list[Turn]:
+        """What choices have to say, or nothing when timeout_s passed.
+
+        Raises GatewayError past the deadline, or when no node takes a prompt that had to wait.
+        """
+        turns = self._take()
+        if turns:
+            return turns
         deadline_s = self.services.config.limits.request_deadline_s + DEADLINE_GRACE_S
         left_s = self.exchange.started + deadline_s - time.monotonic()
-        wait_s = left_s if timeout_s is None else min(timeout_s, left_s)
-        burst = await self.stream.next_within(wait_s)
-        if burst is None:
-            # Not by the clock: a loop's timer may ring a millisecond early.
-            if timeout_s is not None and timeout_s < left_s:
-                return None
-            raise GatewayError(
-                "deadline_exceeded",
-                found=f"no end after {deadline_s:g} s",
-                allowed=f"{deadline_s:g} s",
-                remedy="ask for fewer tokens",
-            )
-        if burst.tokens and self.first_token_at is None:
+        await self._waiter.wait(left_s if timeout_s is None else min(timeout_s, left_s))
+        turns = self._take()
+        # Not by the clock: a loop's timer may ring a millisecond early.
+        if turns or (timeout_s is not None and timeout_s < left_s):
+            return turns
+        raise GatewayError(
+            "deadline_exceeded",
+            found=f"no end after {deadline_s:g} s",
+            allowed=f"{deadline_s:g} s",
+            remedy="ask for fewer tokens",
+        )
+
+    def _take(self) -> list[Turn]:
+        turns: list[Turn] = []
+        ended = False
+        for part, stream in self._running:
+            for burst in stream.take():
+                turn = part.choices[burst.index].take(burst, stream)
+                turns.append(turn)
+                ended = ended or turn.reason is not None
+        if turns and self.first_token_at is None and self._produced():
             self.first_token_at = time.monotonic()
-        return burst
+        if ended:
+            self._running = [(part, one) for part, one in self._running if not part.is_over]
+            self._place()
+        return turns
 
-    def push(self, tokens: Sequence[int]) -> str:
-        """Text that may be sent now. A stop string ends the stream here and at the node."""
-        text = self.output.push(tokens)
-        self.completion_tokens += len(tokens)
-        stopped_at = self.output.stopped_at
-        if stopped_at is not None and self.reason is None:
-            self.completion_tokens = stopped_at
-            self.reason = "stop"
-            self.stream.finish(stopped_at)
-        return text
-
-    def finish(self, end: Finished) -> str:
-        """The engine's own end: the rest of the text; its count of tokens is the one billed."""
-        self.completion_tokens = end.usage.completion_tokens
-        text = self.output.flush()
-        if self.output.stopped_at is not None:
-            self.completion_tokens = self.output.stopped_at
-            self.reason = "stop"
-        else:
-            self.reason = end.reason
-        return text
+    def _produced(self) -> int:
+        return sum([part.stream.produced for part in self.parts if part.stream is not None])
 
     def usage(self) -> Usage:
-        cached = min(self.stream.cached_tokens or 0, self.prompt_tokens)
-        return Usage(self.prompt_tokens, cached, self.completion_tokens)
+        """Each prompt that was dispatched counts once, however many choices continue it."""
+        prompt, cached, completion = 0, 0, 0
+        for part in self.parts:
+            if part.stream is not None:
+                prompt += len(part.dispatch.prompt)
+                cached += min(part.stream.cached_tokens or 0, len(part.dispatch.prompt))
+                completion += sum([choice.completion_tokens for choice in part.choices])
+        return Usage(prompt, cached, completion)
 
     def cost_nano_usd(self) -> int:
         return charge_nano_usd(self.usage(), self.rates)
 
     def headers(self) -> list[tuple[str, str]]:
         """Where and how it runs, as far as it is known now."""
-        info = self.stream.info
+        first = self.first
+        info = first.info
         headers = [
             ("x-kagari-region", self.services.config.region.name),
-            ("x-kagari-node", self.stream.node_id),
+            ("x-kagari-node", first.node_id),
             ("x-kagari-path", PATH),
-            ("x-kagari-affinity", self.stream.affinity),
+            ("x-kagari-affinity", first.affinity),
             ("x-kagari-precision", f"{info.weights_precision}/{info.kv_precision}"),
         ]
-        if self.stream.cached_tokens is not None:
+        streams = [part.stream for part in self.parts]
+        if all(stream is not None and stream.cached_tokens is not None for stream in streams):
             headers.append(("x-kagari-cached-tokens", str(self.usage().cached_tokens)))
         return headers
 
@@ -127,45 +200,65 @@ class CompletionRun:
         if not self.is_open:
             return
         self.is_open = False
-        self.stream.abort()
-        if self.reason is not None:
+        self._abort()
+        if self.is_complete and not self.is_broken:
             status: Ending = "ok"
         else:
             status = "client_left" if client_left else "failed"
-            self.completion_tokens = self.stream.produced
+            for part in self.parts:
+                part.count_unread()
         ended = time.monotonic()
         ttft_s = (
             None if self.first_token_at is None else self.first_token_at - self.exchange.started
         )
         if self._has_row:
             self.services.ledger.settle(self._settlement(status, ttft_s))
+            self.exchange.is_billed = status != "failed"
         self._tell(status, ttft_s, ended)
 
     def discard(self) -> None:
         """The row was refused: stop the work, settle nothing."""
         self.is_open = False
-        self.stream.abort()
+        self._abort()
+
+    def _abort(self) -> None:
+        for part in self.parts:
+            if part.stream is not None:
+                part.stream.abort()
 
     def _settlement(self, status: Ending, ttft_s: float | None) -> Settlement:
         usage = self.usage()
         quality: Quality = "exact" if status == "ok" else "partial"
-        tried = self.stream.tried
+        streams = [part.stream for part in self.parts if part.stream is not None]
+        failed = [node for stream in streams for node in stream.tried[:-1]]
         return Settlement(
             request_id=self.exchange.request_id,
             status=status,
             quality=quality,
-            node=self.stream.node_id,
+            node=self.first.node_id,
             prefill_node=None,
             path=PATH,
             cached_tokens=usage.cached_tokens,
             completion_tokens=usage.completion_tokens,
-            tiers={self.stream.tier: usage.cached_tokens} if usage.cached_tokens else {},
+            tiers=self._tiers(),
             attempts=tuple(
-                Attempt(number, node, "failed") for number, node in enumerate(tried[:-1], start=1)
+                Attempt(number, node, "failed") for number, node in enumerate(failed, start=1)
             ),
             ended_at=time.time(),
             ttft_s=ttft_s,
+            prompt_tokens=None
+            if usage.prompt_tokens == self.prompt_tokens
+            else usage.prompt_tokens,
         )
+
+    def _tiers(self) -> dict[str, int]:
+        """Cached tokens by the tier that held them."""
+        tiers: dict[str, int] = {}
+        for part in self.parts:
+            if part.stream is not None and part.stream.cached_tokens:
+                cached = min(part.stream.cached_tokens, len(part.dispatch.prompt))
+                tiers[part.stream.tier] = tiers.get(part.stream.tier, 0) + cached
+        return tiers
 
     def _tell(self, status: Ending, ttft_s: float | None, ended: float) -> None:
         usage = self.usage()
@@ -177,19 +270,36 @@ class CompletionRun:
         if ttft_s is not None:
             metrics.observe("kagari_ttft_seconds", ttft_s, model=self.model)
         self.exchange.notes.update(
-            node=self.stream.node_id,
-            attempts=self.stream.attempt,
+            node=self.first.node_id,
+            attempts=self.first.attempt,
             path=PATH,
             cached_tokens=usage.cached_tokens,
             completion_tokens=usage.completion_tokens,
-            finish=self.reason or status,
+            finish="+".join(sorted({choice.reason or status for choice in self.choices})),
             ttft_s=None if ttft_s is None else round(ttft_s, 4),
-            queue_s=round(self.stream.queue_s, 4),
+            queue_s=round(self.first.queue_s, 4),
             served_s=round(ended - self.exchange.started, 4),
         )
 
     def _salted(self, digest: bytes | None) -> bytes | None:
-        """Digests in the ledger are keyed by the home secret: rows alone identify nothing."""
-        if digest is None:
-            return None
-        return blake2b(digest, digest_size=16, key=self.services.home.secret).digest()
+        return None if digest is None else self.services.home.salted(digest)
+
+
+def _no_place(refusal: NoCapacity | NoNode) -> GatewayError:
+    if isinstance(refusal, NoCapacity):
+        return GatewayError(
+            "capacity_exceeded",
+            field="model",
+            found="every node that serves it full",
+            allowed="a node with room",
+            remedy="send the request again",
+            retry_after_s=refusal.retry_after_s,
+        )
+    return GatewayError(
+        "no_node",
+        field="model",
+        found="no node that serves it",
+        allowed="a node that is ready",
+        remedy="send the request again",
+        retry_after_s=2.0,
+    )

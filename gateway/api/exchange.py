@@ -32,6 +32,8 @@ class Exchange:
     request_id: str
     started: float  # monotonic seconds
     headers: dict[str, str]  # lower-case names; of a repeated header the first
+    route: str = "none"  # the route's path, as the table has it
+    is_public: bool = False  # a route that anybody may call
     parameters: dict[str, str] = field(default_factory=dict)  # from the route's path
     notes: dict[str, object] = field(default_factory=dict)  # fields of the log line
     common_headers: list[tuple[str, str]] = field(default_factory=list)  # of any answer
@@ -40,6 +42,8 @@ class Exchange:
     body: bytes = b""
     key: Key | None = None  # who asks; set for routes of role client
     client_left: bool = False
+    idempotency_digest: bytes | None = None  # salted; of the key that this request came with
+    is_billed: bool = False  # its row settled with a bill, so it must not run again
     ending: bool = False  # the last piece of the answer is being sent
 
     @property

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from msgspec import Struct
+
 from gateway.api.exchange import Exchange
 from gateway.services import Services
+
+
+class Readiness(Struct, frozen=True):
+    """reasons: what is missing while it is not ready."""
+
+    ready: bool
+    reasons: list[str]
 
 
 async def live(_services: Services, exchange: Exchange) -> None:
@@ -12,6 +21,7 @@ async def live(_services: Services, exchange: Exchange) -> None:
 
 
 async def started(services: Services, exchange: Exchange) -> None:
+    """Every listener is up."""
     ok = services.started
     await exchange.reply(
         200 if ok else 503, b"started\n" if ok else b"starting\n", content_type="text/plain"
@@ -29,12 +39,11 @@ async def ready(services: Services, exchange: Exchange) -> None:
         reasons.append("no_node_ready")
     if services.ledger.health().state != "ok":
         reasons.append("ledger_" + services.ledger.health().state)
-    await exchange.reply_json(
-        {"ready": not reasons, "reasons": reasons}, status=503 if reasons else 200
-    )
+    await exchange.reply_json(Readiness(not reasons, reasons), status=503 if reasons else 200)
 
 
 async def root(_services: Services, exchange: Exchange) -> None:
+    """The front door says where the API is."""
     await exchange.reply(200, b"kagari: the API is under /v1\n", content_type="text/plain")
 
 

@@ -2,24 +2,68 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+from msgspec import Struct
+
 from gateway.api.exchange import Exchange
 from gateway.errors import GatewayError, near, quote
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.views import ServedModel
 from gateway.services import Services
 from policies.contract.wire import EngineInfo
+from policies.pricing import Rates
 
 CREATED = 1_704_067_200  # the field is required and has no meaning here: a constant
 
 
+class Training(Struct, frozen=True):
+    n_ctx_train: int
+
+
+class Disclosure(Struct, frozen=True):
+    """What is served and at what price, as far as OpenAI's own fields have no place for it."""
+
+    nodes: int
+    weights_precision: str
+    kv_precision: str
+    compute: str
+    weights_digest: str
+    page_size: int
+    price_pico_usd_per_token: Rates
+
+
+class Model(Struct, frozen=True, kw_only=True):
+    """The window is told under every name that clients look for it by."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    context_length: int
+    context_window: int
+    max_model_len: int
+    max_input_tokens: int
+    meta: Training
+    alias_of: str | None
+    kagari: Disclosure
+
+
+class ModelList(Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
 async def list_models(services: Services, exchange: Exchange) -> None:
-    data = [_fields(services, model) for model in services.fleet.models()]
-    await exchange.reply_json({"object": "list", "data": data})
+    """List what can be served now: the default first, aliases last."""
+    models = services.fleet.models()
+    await exchange.reply_json(ModelList(data=[_told(services, model) for model in models]))
 
 
 async def show_model(services: Services, exchange: Exchange) -> None:
+    """Show a model by its name or alias."""
     model = find_model(services.fleet, exchange.parameters["model"])
-    await exchange.reply_json(_fields(services, model))
+    await exchange.reply_json(_told(services, model))
 
 
 def find_model(fleet: Fleet, name: str) -> ServedModel:
@@ -52,33 +96,26 @@ def window_of(info: EngineInfo) -> int:
     return min(info.context_tokens, info.num_pages * info.page_size)
 
 
-def _fields(services: Services, model: ServedModel) -> dict[str, object]:
-    """The window is told under every name that clients look for it by."""
+def _told(services: Services, model: ServedModel) -> Model:
     info = model.info
     window = window_of(info)
-    rates = services.prices.rates(model.alias_of or model.name)
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": CREATED,
-        "owned_by": info.owned_by,
-        "context_length": window,
-        "context_window": window,
-        "max_model_len": window,
-        "max_input_tokens": window - 1,
-        "meta": {"n_ctx_train": window},
-        "alias_of": model.alias_of,
-        "kagari": {
-            "nodes": model.nodes,
-            "weights_precision": info.weights_precision,
-            "kv_precision": info.kv_precision,
-            "compute": info.compute,
-            "weights_digest": info.weights_digest,
-            "page_size": info.page_size,
-            "price_pico_usd_per_token": {
-                "input": rates.input,
-                "cached": rates.cached,
-                "output": rates.output,
-            },
-        },
-    }
+    return Model(
+        id=model.name,
+        created=CREATED,
+        owned_by=info.owned_by,
+        context_length=window,
+        context_window=window,
+        max_model_len=window,
+        max_input_tokens=window - 1,
+        meta=Training(window),
+        alias_of=model.alias_of,
+        kagari=Disclosure(
+            nodes=model.nodes,
+            weights_precision=info.weights_precision,
+            kv_precision=info.kv_precision,
+            compute=info.compute,
+            weights_digest=info.weights_digest,
+            page_size=info.page_size,
+            price_pico_usd_per_token=services.prices.rates(model.alias_of or model.name),
+        ),
+    )

@@ -1,4 +1,4 @@
-"""The bytes of a chat completion, streamed or whole.
+"""The bytes of a completion, of chat or of text, streamed or whole.
 
 A content chunk is a template made once a stream, with the encoded text between its halves: a tenth
 of a microsecond, against half of one for a struct. What is rare is spelled out each time.
@@ -6,9 +6,14 @@ of a microsecond, against half of one for a struct. What is rare is spelled out 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
+from gateway.api.choice import Turn
+from gateway.api.logprobs import TokenBytes, chat_logprobs, text_logprobs
 from policies.contract.wire import Usage
+from policies.pricing import Rates, charge, usd
 
 HEARTBEAT = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -23,37 +28,83 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ChatChunks:
-    """Events of one stream. With include_usage each carries usage: null until the last."""
+    """The chat dialect. With include_usage each event carries usage: null until the last.
 
-    def __init__(self, *, completion_id: str, created: int, model: str, include_usage: bool):
+    rates: of a request that asked what it costs.
+    """
+
+    def __init__(
+        self,
+        *,
+        completion_id: str,
+        created: int,
+        model: str,
+        include_usage: bool,
+        rates: Rates | None = None,
+        choices: int = 1,
+        token_bytes: TokenBytes | None = None,
+    ):
+        """token_bytes: for log probabilities, if they were asked for."""
+        self._id, self._created, self._model = completion_id, created, model
+        self._rates = rates
         self._open = (
             b'data: {"id":%b,"object":"chat.completion.chunk","created":%d,"model":%b,"choices":['
             % (_encode(completion_id), created, _encode(model))
         )
         self._close = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
-        self._head = self._open + b'{"index":0,"delta":{"content":'
-        self._tail = b'},"logprobs":null,"finish_reason":null}' + self._close
+        self._heads = [
+            self._open + b'{"index":%d,"delta":{"content":' % index for index in range(choices)
+        ]
+        self._end = b',"finish_reason":null}' + self._close
+        self._tail = b'},"logprobs":null' + self._end
+        self._token_bytes = token_bytes
+        self._role = b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
 
-    def role(self) -> bytes:
+    def opening(self, index: int) -> bytes:
+        return self._open + b'{"index":%d,"delta":' % index + self._role + self._close
+
+    def turn(self, turn: Turn) -> bytes:
+        """What a choice says now, its end included."""
+        if turn.tokens and self._token_bytes is not None:
+            data = self._with_logprobs(turn, chat_logprobs(turn.tokens, self._token_bytes))
+        else:
+            data = b""
+            for delta in turn.deltas:
+                data += self.content(delta.text, turn.index)
+        return data if turn.reason is None else data + self.finish(turn.reason, turn.index)
+
+    def _with_logprobs(self, turn: Turn, logprobs: dict[str, object]) -> bytes:
+        """In the turn's first event of content, which may be empty."""
+        text = turn.deltas[0].text if turn.deltas else ""
+        first = (self._heads[turn.index], _encode(text), b'},"logprobs":', _encode(logprobs))
+        rest = [self.content(delta.text, turn.index) for delta in turn.deltas[1:]]
+        return b"".join([*first, self._end, *rest])
+
+    def content(self, text: str, index: int = 0) -> bytes:
+        return self._heads[index] + _encode(text) + self._tail
+
+    def finish(self, reason: str, index: int = 0) -> bytes:
         return (
             self._open
-            + b'{"index":0,"delta":{"role":"assistant","content":""},'
-            + b'"logprobs":null,"finish_reason":null}'
-            + self._close
-        )
-
-    def content(self, text: str) -> bytes:
-        return self._head + _encode(text) + self._tail
-
-    def finish(self, reason: str) -> bytes:
-        return (
-            self._open
-            + b'{"index":0,"delta":{},"logprobs":null,"finish_reason":%b}' % _encode(reason)
+            + b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}'
+            % (index, _encode(reason))
             + self._close
         )
 
     def usage(self, usage: Usage) -> bytes:
-        return self._open + b'],"usage":%b}\n\n' % _encode(usage_fields(usage))
+        return self._open + b'],"usage":%b}\n\n' % _encode(usage_fields(usage, self._rates))
+
+    def whole(self, turns: Sequence[Sequence[Turn]], usage: Usage) -> bytes:
+        return completion(
+            completion_id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[
+                chat_choice(index, choice, self._token_bytes) for index, choice in enumerate(turns)
+            ],
+            usage=usage,
+            rates=self._rates,
+        )
 
 
 def error_event(body: bytes) -> bytes:
@@ -61,18 +112,54 @@ def error_event(body: bytes) -> bytes:
     return b"data: " + body + b"\n\n"
 
 
-def usage_fields(usage: Usage) -> dict[str, object]:
-    """OpenAI's shape; prompt_tokens includes the cached ones, and the count is always there."""
-    return {
+def usage_fields(usage: Usage, rates: Rates | None = None) -> dict[str, object]:
+    """OpenAI's shape; prompt_tokens includes the cached ones, and the count is always there.
+
+    With rates what it costs, by the function and the figures that the ledger settles by.
+    """
+    fields: dict[str, object] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if rates is not None:
+        price = charge(usage, rates)
+        fields["cost"] = _number(price.bill)
+        fields["cost_details"] = {
+            "cache_discount": _number(price.discount),
+            "charge_nano_usd": price.bill,
+        }
+    return fields
+
+
+def _number(nano_usd: int) -> msgspec.Raw:
+    """USD as a JSON number with all its decimals."""
+    return msgspec.Raw(usd(nano_usd).encode())
+
+
+def chat_choice(
+    index: int, turns: Sequence[Turn], token_bytes: TokenBytes | None = None
+) -> dict[str, object]:
+    """All turns of one choice."""
+    tokens = [token for turn in turns for token in turn.tokens]
+    text = "".join([delta.text for turn in turns for delta in turn.deltas])
+    return {
+        "index": index,
+        "message": {"role": "assistant", "content": text, "refusal": None},
+        "logprobs": None if token_bytes is None else chat_logprobs(tokens, token_bytes),
+        "finish_reason": turns[-1].reason,
+    }
 
 
 def completion(
-    *, completion_id: str, created: int, model: str, text: str, reason: str, usage: Usage
+    *,
+    completion_id: str,
+    created: int,
+    model: str,
+    choices: Sequence[dict[str, object]],
+    usage: Usage,
+    rates: Rates | None = None,
 ) -> bytes:
     """The whole answer of a request that did not ask for a stream."""
     return _encode(
@@ -81,14 +168,79 @@ def completion(
             "object": "chat.completion",
             "created": created,
             "model": model,
-            "choices": [
-                {
-                    "index": 0,
-                    "message": {"role": "assistant", "content": text, "refusal": None},
-                    "logprobs": None,
-                    "finish_reason": reason,
-                }
-            ],
-            "usage": usage_fields(usage),
+            "choices": choices,
+            "usage": usage_fields(usage, rates),
         }
     )
+
+
+class TextChunks:
+    """The dialect of text completions. With include_usage as for chat."""
+
+    def __init__(
+        self,
+        *,
+        completion_id: str,
+        created: int,
+        model: str,
+        include_usage: bool,
+        rates: Rates | None = None,
+        choices: int = 1,
+        token_bytes: TokenBytes | None = None,
+    ):
+        """token_bytes: for log probabilities, if they were asked for."""
+        self._rates = rates
+        self._fields = {
+            "id": completion_id,
+            "object": "text_completion",
+            "created": created,
+            "model": model,
+        }
+        self._open = b"data: " + _encode(self._fields)[:-1] + b',"choices":['
+        self._close = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._heads = [self._open + b'{"index":%d,"text":' % index for index in range(choices)]
+        self._tail = b',"logprobs":null,"finish_reason":null}' + self._close
+        self._token_bytes = token_bytes
+
+    def opening(self, index: int) -> bytes:
+        """Text has no roles."""
+        return b""
+
+    def turn(self, turn: Turn) -> bytes:
+        """One event, the end included."""
+        text = "".join([delta.text for delta in turn.deltas])
+        if turn.reason is None and not turn.tokens:
+            return self._heads[turn.index] + _encode(text) + self._tail if text else b""
+        logprobs = None
+        if turn.tokens and self._token_bytes is not None:
+            logprobs = text_logprobs(turn.tokens, self._token_bytes)
+        return b"".join(
+            [
+                self._heads[turn.index],
+                _encode(text),
+                b',"logprobs":',
+                _encode(logprobs),
+                b',"finish_reason":',
+                _encode(turn.reason),
+                b"}",
+                self._close,
+            ]
+        )
+
+    def usage(self, usage: Usage) -> bytes:
+        return self._open + b'],"usage":%b}\n\n' % _encode(usage_fields(usage, self._rates))
+
+    def whole(self, turns: Sequence[Sequence[Turn]], usage: Usage) -> bytes:
+        choices = [self._choice(index, choice) for index, choice in enumerate(turns)]
+        return _encode(
+            self._fields | {"choices": choices, "usage": usage_fields(usage, self._rates)}
+        )
+
+    def _choice(self, index: int, turns: Sequence[Turn]) -> dict[str, object]:
+        tokens = [token for turn in turns for token in turn.tokens]
+        return {
+            "index": index,
+            "text": "".join([delta.text for turn in turns for delta in turn.deltas]),
+            "logprobs": text_logprobs(tokens, self._token_bytes) if self._token_bytes else None,
+            "finish_reason": turns[-1].reason,
+        }

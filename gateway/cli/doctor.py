@@ -183,4 +183,4 @@ def print_report(report: list[Finding]) -> None:
     table = plain_table("check", "", "found", "remedy")
     for finding in report:
         table.add_row(finding.check, marks[finding.verdict], finding.found, finding.remedy)
-    print_table(table)
+    print_table(table, markup=True)

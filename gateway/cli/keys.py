@@ -25,12 +25,20 @@ def opened(home: Path | None) -> Iterator[Keys]:
     try:
         with Keys(folder / KEYS_NAME) as keys:
             yield keys
-    except (KeyRefused, LedgerError) as error:
+    except KeyRefused as error:
+        raise Problem(
+            error.field,
+            found=error.found,
+            allowed=error.allowed,
+            remedy=error.remedy,
+            exit_code=FAILED,
+        ) from error
+    except LedgerError as error:
         raise Problem(
             "keys",
             found=str(error),
-            allowed="a name of 1 to 64 printable characters that no live key has",
-            remedy="see kagari keys list",
+            allowed="the key file of a home that this user can write",
+            remedy="pass --home DIR or set KAGARI_HOME",
             exit_code=FAILED,
         ) from error
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from gateway.cli.admin import admin_app
 from gateway.cli.problem import FAILED, Problem
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -32,6 +33,7 @@ app.add_typer(models_app, name="models")
 app.add_typer(keys_app, name="keys")
 app.add_typer(ledger_app, name="ledger")
 app.add_typer(config_app, name="config")
+app.add_typer(admin_app, name="admin")
 
 
 def main() -> None:

@@ -15,8 +15,9 @@ def plain_table(*headings: str, show_footer: bool = False) -> Table:
     return table
 
 
-def print_table(table: Table) -> None:
-    console = Console()
+def print_table(table: Table, *, markup: bool = False) -> None:
+    """markup: the cells are ours and may hold styles; names that others chose are never read so."""
+    console = Console(markup=markup, emoji=False)
     if not console.is_terminal:
-        console = Console(width=PIPE_WIDTH)
+        console = Console(width=PIPE_WIDTH, markup=markup, emoji=False)
     console.print(table)

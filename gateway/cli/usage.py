@@ -11,8 +11,9 @@ import msgspec
 
 from gateway.cli.home import home_folder
 from gateway.cli.problem import FAILED, Problem
-from gateway.ledger.files import LEDGER_NAME, LedgerError
-from gateway.ledger.usage import UsageLine, requests, usage_by
+from gateway.ledger.files import LEDGER_NAME, LedgerError, reading
+from gateway.ledger.requests import requests
+from gateway.ledger.usage import UsageLine, UsageReport, usage_report
 from gateway.ledger.verify import Verification, verify
 
 NANO_PER_USD = 1_000_000_000
@@ -37,17 +38,21 @@ def read(home: Path | None, reader: Callable[[Path], Read]) -> Read:
 
 
 def show_usage(by: By, *, home: Path | None, as_json: bool) -> None:
-    lines, totals = read(home, lambda path: (usage_by(path, (by,)), usage_by(path, ())))
-    total = totals[0]
+    report = read(home, lambda path: summed(path, by))
     if as_json:
         answer = {
             "by": by,
-            "rows": [row(line, line_name(line, by)) for line in lines],
-            "total": row(total, None),
+            "rows": [row(line, line_name(line, by)) for line in report.lines],
+            "total": row(report.total, None),
         }
         write_json(answer)
         return
-    print_usage(lines, total, by)
+    print_usage(report.lines, report.total, by)
+
+
+def summed(path: Path, by: By) -> UsageReport:
+    with reading(path) as connection:
+        return usage_report(connection, (by,))
 
 
 def row(line: UsageLine, name: str | None) -> dict[str, object]:

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gateway.cli.client import ChatReply
-from gateway.ledger.usage import RequestLine, UsageLine
+from gateway.ledger.requests import RequestLine
+from gateway.ledger.usage import UsageLine
 from policies.contract.wire import Usage
 from policies.pricing import charge
 

@@ -29,7 +29,8 @@ from gateway.demo.scenario import (
 )
 from gateway.demo.stack import Stack, StackFailed
 from gateway.ledger.files import LEDGER_NAME
-from gateway.ledger.usage import RequestLine, requests, usage_by
+from gateway.ledger.requests import RequestLine, requests
+from gateway.ledger.usage import usage_by
 
 MODEL = "smollm2-135m"
 STAGGER_S = 0.03  # the first is placed before the second comes, and all before a chunk is computed

@@ -37,7 +37,7 @@ def open_values(row: OpenRow, boot: int) -> tuple[Value, ...]:
         row.request_id, boot, row.tenant, row.key_id, row.model, row.path, row.node,
         row.prompt_tokens, row.rates.input, row.rates.cached, row.rates.output,
         row.price_version, row.policy_version, row.started_at,
-        row.session_digest, row.page_digest,
+        row.session_digest, row.page_digest, row.idempotency_digest,
     )  # fmt: skip
 
 

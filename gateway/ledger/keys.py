@@ -6,6 +6,7 @@ second whether another connection has changed the file, and then reads it again.
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 import secrets
 import sqlite3
@@ -13,11 +14,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import structlog
 from msgspec import Struct
 
+from gateway.errors import quote
 from gateway.ledger.files import LedgerError, make_private
 from gateway.ledger.migrate import migrate
 
@@ -39,13 +41,28 @@ MIGRATIONS = (
         ) STRICT""",
         "CREATE UNIQUE INDEX live_names ON keys (name) WHERE revoked_at IS NULL",
     ),
+    ("CREATE INDEX keys_by_age ON keys (created_at, key_id)",),
 )
+COLUMNS = "key_id, name, tenant, created_at, revoked_at"
 
 log = structlog.get_logger("kagari.keys")
 
 
 class KeyRefused(ValueError):
-    """A key that cannot be made or found; the message says what is allowed."""
+    """A key that cannot be made, renamed or found, in the four parts of an error."""
+
+    def __init__(
+        self,
+        reason: Literal["invalid", "taken", "unknown"],
+        field: str,
+        *,
+        found: str,
+        allowed: str,
+        remedy: str,
+    ) -> None:
+        super().__init__(f"{field}: found {found}; allowed {allowed}; {remedy}")
+        self.reason = reason
+        self.field, self.found, self.allowed, self.remedy = field, found, allowed, remedy
 
 
 class Key(Struct, frozen=True):
@@ -88,43 +105,80 @@ class Keys:
         _check_text("tenant", tenant, at_least=1)
         secret = SECRET_PREFIX + secrets.token_urlsafe(SECRET_BYTES)
         key = Key(f"key_{secrets.token_hex(8)}", name, tenant, time.time())
-        try:
-            self._connection.execute(
-                "INSERT INTO keys VALUES (?, ?, ?, ?, ?, NULL)",
-                (key.key_id, key.name, key.tenant, _digest(secret), key.created_at),
-            )
-        except sqlite3.OperationalError as error:
-            raise LedgerError(f"{self._path}: {error}; free space on its disk") from error
-        except sqlite3.IntegrityError:
-            raise KeyRefused(
-                f"name: {name!r} is a live key already; choose another or revoke that one"
-            ) from None
-        self._load()
+        self._change(
+            "INSERT INTO keys VALUES (?, ?, ?, ?, ?, NULL) RETURNING " + COLUMNS,
+            (key.key_id, key.name, key.tenant, _digest(secret), key.created_at),
+            name=name,
+        )
         return key, secret
 
     def list(self) -> list[Key]:
         """All keys, revoked ones too, oldest first."""
+        rows = self._connection.execute(f"SELECT {COLUMNS} FROM keys ORDER BY created_at, key_id")
+        return [Key(*row) for row in rows]
+
+    def list_after(self, after: tuple[float, str] | None, limit: int) -> builtins.list[Key]:
+        """The next `limit` keys after that (created_at, key_id), revoked ones too."""
         rows = self._connection.execute(
-            "SELECT key_id, name, tenant, created_at, revoked_at FROM keys"
-            " ORDER BY created_at, key_id"
+            f"SELECT {COLUMNS} FROM keys WHERE (created_at, key_id) > (?, ?)"
+            " ORDER BY created_at, key_id LIMIT ?",
+            (*(after or (float("-inf"), "")), limit),
         )
         return [Key(*row) for row in rows]
 
+    def get(self, name_or_id: str) -> Key:
+        """A key by its id, revoked or not, or a live one by its name. Raises KeyRefused."""
+        row = self._connection.execute(
+            f"SELECT {COLUMNS} FROM keys"
+            " WHERE key_id = ? OR (name = ? AND revoked_at IS NULL) ORDER BY key_id <> ? LIMIT 1",
+            (name_or_id, name_or_id, name_or_id),  # one's name may be another's id: the id counts
+        ).fetchone()
+        if row is None:
+            raise _unknown(name_or_id)
+        return Key(*row)
+
+    def rename(self, key_id: str, name: str) -> Key:
+        """Give a live key another name, which must not be in use."""
+        _check_text("name", name, at_least=1)
+        changed = self._change(
+            f"UPDATE keys SET name = ? WHERE revoked_at IS NULL AND key_id = ? RETURNING {COLUMNS}",
+            (name, key_id),
+            name=name,
+        )
+        if changed is None:
+            raise _unknown(key_id)
+        return changed
+
     def revoke(self, name_or_id: str) -> Key:
         """Ends a live key, here at once and in other processes within a second."""
+        changed = self._change(
+            "UPDATE keys SET revoked_at = ?2 WHERE revoked_at IS NULL AND key_id ="
+            " coalesce((SELECT key_id FROM keys WHERE key_id = ?1 AND revoked_at IS NULL),"
+            " (SELECT key_id FROM keys WHERE name = ?1 AND revoked_at IS NULL))"
+            f" RETURNING {COLUMNS}",
+            (name_or_id, time.time()),
+            name=name_or_id,
+        )
+        if changed is None:
+            raise _unknown(name_or_id)
+        return changed
+
+    def _change(self, sql: str, values: tuple[object, ...], *, name: str) -> Key | None:
+        """One statement that returns the key it changed; None when it found none."""
         try:
-            row = self._connection.execute(
-                "UPDATE keys SET revoked_at = ?"
-                " WHERE revoked_at IS NULL AND (key_id = ? OR name = ?)"
-                " RETURNING key_id, name, tenant, created_at, revoked_at",
-                (time.time(), name_or_id, name_or_id),
-            ).fetchone()
+            row = self._connection.execute(sql, values).fetchone()
         except sqlite3.OperationalError as error:
             raise LedgerError(f"{self._path}: {error}; free space on its disk") from error
-        if row is None:
-            raise KeyRefused(f"{name_or_id!r} is no live key's name or id; see `kagari keys list`")
+        except sqlite3.IntegrityError:
+            raise KeyRefused(
+                "taken",
+                "name",
+                found=f"{quote(name)}, a live key already",
+                allowed="a name that no live key has",
+                remedy="choose another or revoke that one",
+            ) from None
         self._load()
-        return Key(*row)
+        return None if row is None else Key(*row)
 
     def find(self, secret: str) -> Key | None:
         """The live key of a secret. Its digest is looked up, so timing tells nothing of others."""
@@ -158,6 +212,10 @@ class Keys:
     ) -> None:
         self.close()
 
+    def refresh(self) -> None:
+        """See now what another connection changed."""
+        self._look_again(self._clock())
+
     def _look_again(self, now: float) -> None:
         self._look_at = now + LOOK_EVERY_S
         try:
@@ -186,5 +244,20 @@ def _digest(secret: str) -> bytes:
 def _check_text(field: str, text: str, *, at_least: int, at_most: int = MAX_NAME) -> None:
     if not at_least <= len(text) <= at_most or not text.isprintable():
         raise KeyRefused(
-            f"{field}: found {len(text)} characters; allowed {at_least} to {at_most} printable ones"
+            "invalid",
+            field,
+            found=f"{len(text)} characters"
+            + ("" if text.isprintable() else ", some of them not printable"),
+            allowed=f"{at_least} to {at_most} printable characters",
+            remedy=f"choose another {field}",
         )
+
+
+def _unknown(name_or_id: str) -> KeyRefused:
+    return KeyRefused(
+        "unknown",
+        "key",
+        found=quote(name_or_id),
+        allowed="a live key's name or a key's id",
+        remedy="see `kagari keys list`",
+    )

@@ -41,6 +41,7 @@ class OpenRow(Struct, frozen=True):
     started_at: float
     session_digest: bytes | None = None  # salted, never the client's value
     page_digest: bytes | None = None  # salted digest of the deepest page keys
+    idempotency_digest: bytes | None = None  # salted digest of API key, route and client's key
 
 
 class Attempt(Struct, frozen=True, omit_defaults=True):

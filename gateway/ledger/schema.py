@@ -89,14 +89,30 @@ SCHEMA = (
             saved_nano_usd = saved_nano_usd + excluded.saved_nano_usd;
     END""",
 )
-MIGRATIONS = (SCHEMA,)
+# Not unique: a retry may open its row while the failed one before it still waits for the disk to
+# settle, and a batch that one row breaks would be refused whole. `verify` counts instead.
+IDEMPOTENCY = (
+    "ALTER TABLE requests ADD COLUMN idempotency_digest BLOB",
+    """CREATE INDEX idempotent_requests ON requests (idempotency_digest)
+    WHERE idempotency_digest IS NOT NULL""",
+    "CREATE INDEX rollups_by_key ON rollups (key_id, day)",
+)
+# Each index ends in the row's sequence, so a filter finds its rows newest first. Rows that are `ok`
+# are most of them: they have no entry by status, and open ones are in open_requests.
+FILTERS = (
+    "CREATE INDEX requests_by_key ON requests (key_id)",
+    "CREATE INDEX requests_by_model ON requests (model)",
+    "CREATE INDEX requests_by_tenant ON requests (tenant)",
+    "CREATE INDEX requests_by_ending ON requests (status) WHERE status NOT IN ('open', 'ok')",
+)
+MIGRATIONS = (SCHEMA, IDEMPOTENCY, FILTERS)
 
 # Not INSERT OR IGNORE, which would also swallow a broken CHECK.
 OPEN = """INSERT INTO requests (
     request_id, boot, tenant, key_id, model, path, node, admitted_prompt_tokens,
     rate_input, rate_cached, rate_output, price_version, policy_version, started_at,
-    session_digest, page_digest
-) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (request_id) DO NOTHING"""
+    session_digest, page_digest, idempotency_digest
+) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (request_id) DO NOTHING"""
 
 SETTLE = """UPDATE requests SET
     status = ?, quality = ?, path = ?, node = ?, prefill_node = ?,

@@ -1,20 +1,16 @@
-"""What was used, what it cost and what caching saved: read from the file, gateway running or not.
-
-Readers take short transactions only, because an open one keeps the write-ahead log from being
-truncated (rows are paged for the same reason, and so that no table is loaded whole).
-"""
+"""What was used, what it cost and what caching saved: the rollups, gateway running or not."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
 
 from gateway.ledger.files import reading
-from gateway.ledger.rows import RequestPath, Status
-from policies.pricing import Rates
 
 Dimension = Literal["day", "tenant", "key", "model"]
 COLUMN_BY_DIMENSION: dict[Dimension, str] = {
@@ -23,7 +19,6 @@ COLUMN_BY_DIMENSION: dict[Dimension, str] = {
     "key": "key_id",
     "model": "model",
 }
-PAGE_ROWS = 1000
 
 
 class UsageLine(Struct, frozen=True):
@@ -50,34 +45,73 @@ class UsageLine(Struct, frozen=True):
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
-class RequestLine(Struct, frozen=True):
-    """One request as `kagari usage --requests --json` prints it; open and failed ones bill 0."""
+class UsageReport(Struct, frozen=True):
+    """total is over all groups, also those that `lines` had no room for."""
 
-    request_id: str
-    tenant: str
-    model: str
-    status: Status
-    path: RequestPath
-    node: str | None
-    prefill_node: str | None
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    charge_nano_usd: int
-    rates: Rates
+    lines: tuple[UsageLine, ...]
+    total: UsageLine
+    is_cut: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Which rollups count: days are inclusive, as YYYY-MM-DD; None is any."""
+
+    since_day: str = ""
+    until_day: str = "9999-12-31"
+    tenant: str | None = None
+    key_id: str | None = None
+    model: str | None = None
+
+
+EVERYTHING = Scope()
+
+
+def usage_report(
+    connection: sqlite3.Connection,
+    dimensions: Sequence[Dimension],
+    scope: Scope = EVERYTHING,
+    *,
+    max_lines: int | None = None,
+) -> UsageReport:
+    """Groups and their total as of one moment."""
+    connection.execute("BEGIN")
+    lines = _summed(connection, dimensions, scope, -1 if max_lines is None else max_lines + 1)
+    shown = tuple(lines[:max_lines])
+    is_cut = len(lines) > len(shown)
+    total = _summed(connection, (), scope, 1)[0] if is_cut else _total(shown)
+    connection.execute("COMMIT")
+    return UsageReport(shown, total, is_cut)
 
 
 def usage_by(
-    path: Path,
-    dimensions: Sequence[Dimension] = ("day", "key", "model"),
-    *,
-    since_day: str = "",
-    until_day: str = "9999-12-31",
+    path: Path, dimensions: Sequence[Dimension] = ("day", "key", "model"), scope: Scope = EVERYTHING
 ) -> list[UsageLine]:
     """Rollups summed over what is not in `dimensions`; no dimension gives one line, the total.
 
-    Days are inclusive, as YYYY-MM-DD. Raises LedgerError when there is no ledger.
+    Raises LedgerError when there is no ledger.
     """
+    with reading(path) as connection:
+        return _summed(connection, dimensions, scope, -1)
+
+
+def _total(lines: Sequence[UsageLine]) -> UsageLine:
+    figures = UsageLine.__struct_fields__[len(COLUMN_BY_DIMENSION) :]
+    sums = (sum(getattr(line, figure) for line in lines) for figure in figures)
+    return UsageLine(None, None, None, None, *sums)
+
+
+def _summed(
+    connection: sqlite3.Connection, dimensions: Sequence[Dimension], scope: Scope, limit: int
+) -> list[UsageLine]:
+    sql, values = summing(dimensions, scope, limit)
+    return [UsageLine(*row) for row in connection.execute(sql, values)]
+
+
+def summing(
+    dimensions: Sequence[Dimension], scope: Scope, limit: int
+) -> tuple[str, tuple[str | int, ...]]:
+    """The one query of totals: a range of days in the rollups, never a request's row."""
     names = [
         name if dimension in dimensions else "NULL"
         for dimension, name in COLUMN_BY_DIMENSION.items()
@@ -87,24 +121,10 @@ def usage_by(
     columns = ", ".join([*names, *(f"coalesce(sum({name}), 0)" for name in sums)])
     groups = ", ".join(COLUMN_BY_DIMENSION[dimension] for dimension in dimensions)
     order = f"GROUP BY {groups} ORDER BY {groups}" if groups else ""
-    with reading(path) as connection:
-        rows = connection.execute(
-            f"SELECT {columns} FROM rollups WHERE day BETWEEN ? AND ? {order}",
-            (since_day, until_day),
-        )
-        return [UsageLine(*row) for row in rows]
-
-
-def requests(path: Path, *, after: int = 0) -> Iterator[RequestLine]:
-    """Every row in the order of opening, those after row number `after`; raises LedgerError."""
-    with reading(path) as connection:
-        while page := connection.execute(
-            "SELECT sequence, request_id, tenant, model, status, path, node, prefill_node,"
-            " prompt_tokens, cached_tokens, completion_tokens, charge_nano_usd,"
-            " rate_input, rate_cached, rate_output"
-            " FROM requests WHERE sequence > ? ORDER BY sequence LIMIT ?",
-            (after, PAGE_ROWS),
-        ).fetchall():
-            for row in page:
-                yield RequestLine(*(*row[1:-3], Rates(*row[-3:])))
-            after = page[-1][0]
+    equal = {"tenant": scope.tenant, "key_id": scope.key_id, "model": scope.model}
+    wanted = {name: value for name, value in equal.items() if value is not None}
+    where = " AND ".join(["day BETWEEN ? AND ?", *(f"{name} = ?" for name in wanted)])
+    return (
+        f"SELECT {columns} FROM rollups WHERE {where} {order} LIMIT ?",
+        (scope.since_day, scope.until_day, *wanted.values(), limit),
+    )

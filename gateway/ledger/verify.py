@@ -14,6 +14,11 @@ from policies.pricing import Rates, charge
 
 MAX_PROBLEMS = 100  # told; the rest is counted
 
+TWICE = """
+SELECT group_concat(request_id, ' and ') FROM requests
+WHERE idempotency_digest IS NOT NULL AND status IN ('ok', 'client_left')
+GROUP BY idempotency_digest HAVING count(*) > 1
+"""
 UNBALANCED = """
 WITH summed AS (
     SELECT day, tenant, key_id, model, count(*) AS requests,
@@ -52,12 +57,14 @@ def verify(path: Path) -> Verification:
         if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
             raise LedgerError(f"{path} is no ledger of ours; look under another --home")
         version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version != len(MIGRATIONS):
+        if not 1 <= version <= len(MIGRATIONS):  # the next start migrates an older one
             raise LedgerError(f"{path} has schema {version}, this build {len(MIGRATIONS)}")
-        return _verify(connection, has_writer(path))
+        return _verify(connection, has_writer(path), has_idempotency=version > 1)
 
 
-def _verify(connection: sqlite3.Connection, is_written: bool) -> Verification:
+def _verify(
+    connection: sqlite3.Connection, is_written: bool, *, has_idempotency: bool
+) -> Verification:
     problems: list[str] = []
     problem_count = rows = open_rows = bill = saved = 0
 
@@ -94,6 +101,8 @@ def _verify(connection: sqlite3.Connection, is_written: bool) -> Verification:
             open_rows += 1
             if row_boot != boot or not is_written:
                 note(f"{request_id}: open, but its process is gone; start the gateway to settle it")
+    for (request_ids,) in connection.execute(TWICE) if has_idempotency else ():
+        note(f"{request_ids}: one idempotency key, billed more than once")
     for what, *group in connection.execute(UNBALANCED):
         note(f"{what}: {' / '.join(group)}")
     return Verification(rows, open_rows, bill, saved, problem_count, tuple(problems))

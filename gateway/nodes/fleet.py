@@ -25,8 +25,8 @@ from gateway.nodes.placement import NoNode as NoNode
 from gateway.nodes.placement import Placement
 from gateway.nodes.served import ServedModels
 from gateway.nodes.session import Session
-from gateway.nodes.streams import Dispatch, Flow, Stream
-from gateway.nodes.views import EngineView, NodeView, ServedModel
+from gateway.nodes.streams import Dispatch, Flow, Lane, Stream, Waiter
+from gateway.nodes.views import EngineView, NodeView, Residence, ServedModel, SessionView
 from policies.contract import wire
 from policies.contract.wire import (
     BundlePart,
@@ -36,9 +36,12 @@ from policies.contract.wire import (
     Failed,
     Finished,
     Hello,
+    Logprobs,
     PageEvents,
+    PromptLogprobs,
     Refused,
     Report,
+    Started,
     Step,
     UsageRecord,
     Welcome,
@@ -122,10 +125,14 @@ class Fleet:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def dispatch(self, dispatch: Dispatch) -> Stream:
-        """Choose a node and submit. Raises NoNode or NoCapacity; then nothing was changed."""
+    def dispatch(self, dispatch: Dispatch, waiter: Waiter | None = None) -> Stream:
+        """Choose a node and submit. Raises NoNode or NoCapacity; then nothing was changed.
+
+        waiter: one that several streams share, so that their owner waits for all of them.
+        """
         now = self._clock()
-        flow = Flow(dispatch, event_keys(dispatch.page_keys), now + dispatch.deadline_s)
+        keys = event_keys(dispatch.page_keys)
+        flow = Flow(dispatch, keys, now + dispatch.deadline_s, waiter)
         self._placement.find_home(flow, now)
         self._place(flow, now)
         self._known_requests[dispatch.request_id] = None
@@ -143,22 +150,26 @@ class Fleet:
         flow.tried.append(node.node_id)
         flow.decision = decision
         flow.cached_tokens = None
+        flow.prompt_logprobs = []
         engine.credit(flow, decision.chosen.uncached_tokens)
         node.session.submit(flow, chosen.engine, flow.deadline - now)
         self._placement.settle_home(flow, node.node_id, now)
 
     def abort(self, flow: Flow) -> None:
         """Stream.abort."""
-        if flow.end is None:
+        if not flow.is_over:
             self._stop(flow)
-            self._end(flow, Finished(flow.lane, "abort", flow.usage(flow.produced)))
+            for lane in flow.lanes:
+                if lane.end is None:
+                    end = Finished(lane.number, "abort", flow.usage(lane.produced))
+                    self._end(lane, end)
 
-    def finish(self, flow: Flow, keep: int) -> None:
+    def finish(self, lane: Lane, keep: int) -> None:
         """Stream.finish."""
-        if flow.end is None:
-            assert flow.session is not None  # a flow that has not ended has a place
-            flow.session.finish(flow, keep)
-            self._end(flow, Finished(flow.lane, "stop", flow.usage(keep)))
+        if lane.end is None:
+            assert lane.flow.session is not None  # a flow that has not ended has a place
+            lane.flow.session.finish(lane, keep)
+            self._end(lane, Finished(lane.number, "stop", lane.flow.usage(keep)))
 
     def orphaned(self, flow: Flow) -> None:
         """A Stream was collected unended, in whatever thread: the next tick aborts its flow."""
@@ -168,17 +179,29 @@ class Fleet:
         if flow.session is not None:
             flow.session.abort(flow)
 
-    def _end(self, flow: Flow, end: Finished | Failed) -> None:
-        flow.end = end
-        if flow.engine is not None:
-            flow.engine.release(flow)
+    def _end(self, lane: Lane, end: Finished | Failed) -> None:
+        flow = lane.flow
+        lane.end = end
+        flow.num_live -= 1
+        if flow.is_over:
+            flow.session = None
+            if flow.engine is not None:
+                flow.engine.release(flow)
         flow.wake()
+
+    def _fail(self, flow: Flow, code: str, message: str) -> None:
+        """A request fails whole: what its other lanes still do is for nobody."""
+        self._stop(flow)
+        for lane in flow.lanes:
+            if lane.end is None:
+                self._end(lane, Failed(lane.number, code, message, flow.usage(lane.produced)))
 
     def _fault(self, flow: Flow, code: str, message: str, now: float) -> None:
         """A place failed: try another one before the first token, else tell the reader."""
+        self._stop(flow)
         if flow.engine is not None:
             flow.engine.release(flow)
-        if flow.produced == 0 and flow.attempt < MAX_ATTEMPTS and now < flow.deadline:
+        if flow.is_untouched and flow.attempt < MAX_ATTEMPTS and now < flow.deadline:
             try:
                 self._place(flow, now)
             except (NoNode, NoCapacity) as error:
@@ -192,7 +215,7 @@ class Fleet:
                     code=code,
                 )
                 return
-        self._end(flow, Failed(flow.lane, code, message, flow.usage(flow.produced)))
+        self._fail(flow, code, message)
 
     # --- links ------------------------------------------------------------------------------------
 
@@ -281,7 +304,7 @@ class Fleet:
             case UsageRecord(request_id, attempt):
                 if request_id not in self._known_requests:
                     self._on_usage_record(message)
-                session.acknowledge(request_id, attempt)
+                session.acknowledge(request_id, attempt, message.lane)
             case BundlePart():
                 self._on_bundle_part(node, session, message)
             case EnginesChanged(engines):
@@ -300,26 +323,28 @@ class Fleet:
             self._skip(session)
             return
         for rare in step.rare:
-            if isinstance(rare, wire.Started):
+            if isinstance(rare, Started):
                 session.started(rare)
+            elif isinstance(rare, Logprobs | PromptLogprobs):
+                session.on_logprobs(rare)
         for flow in session.wake(session.on_step(step)):
-            if flow.end is not None:  # a lane may come twice in a frame
-                continue
-            session.abort(flow)
-            unread = len(flow.unread)
-            message = f"{unread} tokens were not read; the client reads too slowly"
-            self._end(flow, Failed(flow.lane, "slow_reader", message, flow.usage(flow.produced)))
+            if not flow.is_over:  # a lane may come twice in a frame
+                unread = max([len(lane.unread) for lane in flow.lanes])
+                message = f"{unread} tokens were not read; the client reads too slowly"
+                self._fail(flow, "slow_reader", message)
         for rare in step.rare:
             match rare:
                 case Finished():
                     if (ended := session.ended(rare)) is not None:
                         self._end(ended, rare)
                 case Failed(_, code, message):
-                    ended = session.ended(rare)
-                    if ended is not None and code in RETRYABLE:
-                        self._fault(ended, code, message, self._clock())
-                    elif ended is not None:
+                    if (ended := session.ended(rare)) is None:
+                        continue
+                    if code in RETRYABLE:
+                        self._fault(ended.flow, code, message, self._clock())
+                    else:
                         self._end(ended, rare)
+                        self._fail(ended.flow, code, message)
 
     def _on_engines_changed(
         self, node: Node, session: Session, engines: tuple[EngineInfo, ...]
@@ -346,8 +371,7 @@ class Fleet:
             engine.take_report(load)
             if load.state != "down":
                 continue
-            for flow in [one for one in session.live.values() if one.engine is engine]:
-                session.abort(flow)
+            for flow in [one for one in session.flows() if one.engine is engine]:
                 self._fault(flow, "engine_lost", f"an engine of {node.node_id} went down", now)
 
     def _on_bundle_part(self, node: Node, session: Session, part: BundlePart) -> None:
@@ -412,6 +436,32 @@ class Fleet:
         """Every node that is or lately was linked."""
         now = self._clock()
         return [self._view(node, now) for node in self._node_by_id.values()]
+
+    def session_keys(self) -> list[bytes]:
+        """The affinity keys of all sessions that have a home."""
+        return self._placement.homes.keys()
+
+    def session(self, affinity_key: bytes) -> SessionView | None:
+        """A session's home and where its prefix lies; None when it is not known, or no more."""
+        now = self._clock()
+        home = self._placement.homes.look(affinity_key, now)
+        if home is None:
+            return None
+        return SessionView(
+            home=home.node_id,
+            home_age_s=now - home.since,
+            idle_s=now - home.used_at,
+            prompt_pages=home.prompt_pages,
+            resident=self._residences(home.page_key) if home.page_key is not None else (),
+        )
+
+    def _residences(self, page_key: bytes) -> tuple[Residence, ...]:
+        return tuple(
+            Residence(node.node_id, engine.info.engine, tiers)
+            for node in self._node_by_id.values()
+            for engine in node.engine_by_index.values()
+            if (tiers := engine.residency.tiers(page_key))
+        )
 
     def _view(self, node: Node, now: float) -> NodeView:
         session = node.session

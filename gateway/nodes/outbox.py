@@ -32,6 +32,7 @@ class Outbox:
         self._wake()
 
     def send_submit(self, lane: int, frame: bytes) -> None:
+        """lane: the first of its lanes."""
         self._submit_by_lane[lane] = frame
         self.size_bytes += len(frame)
         self._wake()

@@ -56,18 +56,19 @@ class Placement:
         self._policy = policy
         self._parameters = parameters
         self._max_in_flight = max_in_flight
-        self._homes = Homes(parameters.max_homes, parameters.home_idle_s)
+        self.homes = Homes(parameters.max_homes, parameters.home_idle_s)
         self._turn = 0
 
     def find_home(self, flow: Flow, now: float) -> None:
         """Before the first attempt: where the session's last turn ran."""
         key = flow.dispatch.affinity_key
-        flow.home = None if key is None else self._homes.find(key, now)
+        flow.home = None if key is None else self.homes.find(key, now)
 
     def settle_home(self, flow: Flow, node_id: str, now: float) -> None:
         """The session's next turn finds node_id as its home."""
-        if flow.dispatch.affinity_key is not None:
-            self._homes.settle(flow.dispatch.affinity_key, node_id, now)
+        key, pages = flow.dispatch.affinity_key, flow.keys
+        if key is not None:
+            self.homes.settle(key, node_id, now, pages[0] if pages else None, len(pages))
 
     def decide(self, flow: Flow) -> Decision:
         """Raises NoNode or NoCapacity. Changes nothing but the turn of round robin."""
@@ -110,13 +111,16 @@ class Placement:
 
     def _candidate(self, node: Node, engine: Engine, flow: Flow) -> Candidate:
         session = node.session
+        in_flight = session.in_flight if session is not None else 0
+        if in_flight:  # a bound makes the many lanes of one request wait, it never shuts them out
+            in_flight += flow.dispatch.n - 1
         return Candidate(
             node_id=node.node_id,
             engine=engine.info.engine,
             state=node.state(servable=True),  # its engine is asked below
             engine_ready=self._served.is_servable(engine),
             tried=node.node_id in flow.tried,
-            in_flight=session.in_flight if session is not None else 0,
+            in_flight=in_flight,
             max_in_flight=self._max_in_flight,
             overloaded=session is not None and not session.outbox.has_room(),
             backlog_tokens=engine.backlog_tokens,

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from gateway.nodes.bundles import Assembly
 from gateway.nodes.outbox import Outbox
-from gateway.nodes.streams import MAX_UNREAD_TOKENS, Flow
+from gateway.nodes.streams import MAX_UNREAD_TOKENS, Flow, Lane
 from policies.contract import wire
-from policies.contract.wire import Abort, Failed, Finished, FinishLane, Started, Step
+from policies.contract.wire import (
+    Abort,
+    Failed,
+    Finished,
+    FinishLane,
+    Logprobs,
+    PromptLogprobs,
+    Started,
+    Step,
+)
 
 MAX_ACKS_A_FRAME = 1024
 
@@ -14,15 +23,15 @@ MAX_ACKS_A_FRAME = 1024
 class Session:
     """A lane is free again only after the node's terminal event for it.
 
-    live: lane → flow that still takes tokens; ending: lane → (request_id, attempt) of flows that
-    ended here while the node does not know yet. Frames for other lanes are late and ignored.
+    live: number → lane that still takes tokens; ending: number → (request_id, attempt) of lanes
+    that ended here while the node does not know yet. Frames for other lanes are late and ignored.
     """
 
     def __init__(self, *, node_id: str, opened_at: float, outbox: Outbox) -> None:
         self.node_id = node_id
         self.opened_at = opened_at
         self.outbox = outbox
-        self.live: dict[int, Flow] = {}
+        self.live: dict[int, Lane] = {}
         self.ending: dict[int, tuple[str, int]] = {}
         self.assemblies: dict[str, Assembly] = {}  # bundles asked for on this link
         self.late_tokens = 0
@@ -30,139 +39,166 @@ class Session:
         self._free: list[int] = []
         self._num_lanes = 0
         self._acks: list[tuple[str, int]] = []
+        self._acked_lanes: list[int] = []
 
     @property
     def in_flight(self) -> int:
         """Sequences the node may still be busy with."""
         return len(self.live) + len(self.ending)
 
+    def flows(self) -> list[Flow]:
+        """Those with a live lane."""
+        return list(dict.fromkeys([lane.flow for lane in self.live.values()]))
+
     def submit(self, flow: Flow, engine: int, deadline_s: float) -> None:
-        """Give the flow a lane and queue its Submit."""
-        if self._free:
-            lane = self._free.pop()
-        else:
-            lane = self._num_lanes
-            self._num_lanes += 1
-        flow.session, flow.lane = self, lane
-        self.live[lane] = flow
+        """Give the flow's lanes their numbers and queue its Submit."""
+        for lane in flow.lanes:
+            lane.number = self._take_number()
+            self.live[lane.number] = lane
+        flow.session = self
         dispatch = flow.dispatch
         message = wire.Submit(
             request_id=dispatch.request_id,
             attempt=flow.attempt,
             engine=engine,
-            lanes=(lane,),
+            lanes=tuple([lane.number for lane in flow.lanes]),
             prompt=wire.pack_ids(dispatch.prompt),
             salt=dispatch.salt,
             sampling=dispatch.sampling,
             deadline_s=deadline_s,
         )
-        self.outbox.send_submit(lane, wire.encode(message))
+        self.outbox.send_submit(flow.lanes[0].number, wire.encode(message))
+
+    def _take_number(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._num_lanes += 1
+        return self._num_lanes - 1
 
     def abort(self, flow: Flow) -> None:
-        """Tell the node to stop."""
-        self._tell_end(flow, Abort((flow.lane,)))
+        """Tell the node to stop what is left of the flow.
 
-    def finish(self, flow: Flow, keep: int) -> None:
-        """Tell the node to end the stream and bill keep completion tokens."""
-        self._tell_end(flow, FinishLane(flow.lane, keep))
+        A Submit that was not sent yet is taken back instead: its end would overtake it.
+        """
+        live = [lane for lane in flow.lanes if self.live.get(lane.number) is lane]
+        flow.session = None
+        # While a Submit waits, its first lane is live; later that number may be another's.
+        if live and live[0] is flow.lanes[0] and self.outbox.withdraw(live[0].number):
+            for lane in live:
+                self._release(lane)
+        elif live:
+            for lane in live:
+                self._leave(lane)
+            self.outbox.send_urgent(wire.encode(Abort(tuple([lane.number for lane in live]))))
 
-    def _tell_end(self, flow: Flow, message: Abort | FinishLane) -> None:
-        """A Submit that was not sent yet is taken back instead: its end would overtake it."""
-        if self.outbox.withdraw(flow.lane):
-            self._release(flow)
-        else:
-            self._leave(flow)
-            self.outbox.send_urgent(wire.encode(message))
+    def finish(self, lane: Lane, keep: int) -> None:
+        """Tell the node to end one lane, on which tokens came, and bill keep of them."""
+        self._leave(lane)
+        self.outbox.send_urgent(wire.encode(FinishLane(lane.number, keep)))
 
-    def on_step(self, step: Step) -> list[Flow]:
-        """Hand tokens to their flows and return these, streams with a first token in front.
+    def on_step(self, step: Step) -> list[Lane]:
+        """Hand tokens to their lanes and return these, those with a first token in front.
 
         The others start at another place with every step, else the same one would always be
         woken last.
         """
         get = self.live.get
-        first: list[Flow] = []
-        others: list[Flow] = []
-        for lane, token in zip(step.lanes, step.tokens, strict=True):
-            flow = get(lane)
-            if flow is None:
+        first: list[Lane] = []
+        others: list[Lane] = []
+        for number, token in zip(step.lanes, step.tokens, strict=True):
+            lane = get(number)
+            if lane is None:
                 self.late_tokens += 1
                 continue
-            flow.unread.append(token)
-            if flow.produced:
-                others.append(flow)
+            lane.unread.append(token)
+            if lane.produced:
+                others.append(lane)
             else:
-                first.append(flow)
-                if flow.engine is not None:
-                    flow.engine.computed(flow)
-            flow.produced += 1
+                first.append(lane)
+                flow = lane.flow
+                if not flow.is_answered:
+                    flow.is_answered = True
+                    if flow.engine is not None:
+                        flow.engine.computed(flow)
+            lane.produced += 1
         if others:
             start = step.step % len(others)
             first += others[start:]
             first += others[:start]
         return first
 
-    def wake(self, flows: list[Flow]) -> list[Flow]:
+    def wake(self, lanes: list[Lane]) -> list[Flow]:
         """Wake readers in order; returns flows whose reader is too far behind."""
         behind: list[Flow] = []
-        for flow in flows:
-            waiter = flow.waiter
-            if waiter is None:
-                if len(flow.unread) > MAX_UNREAD_TOKENS:
-                    behind.append(flow)
-            elif not waiter.done():
-                waiter.set_result(None)
+        for lane in lanes:
+            future = lane.waiter.future
+            if future is None:
+                if len(lane.unread) > MAX_UNREAD_TOKENS:
+                    behind.append(lane.flow)
+            elif not future.done():
+                future.set_result(None)
         return behind
 
     def started(self, event: Started) -> None:
-        flow = self.live.get(event.lane)
-        if flow is not None:
+        """The first lane computes the prompt, or finds it cached; the others share what it has."""
+        lane = self.live.get(event.lane)
+        if lane is not None and lane.index == 0:
+            flow = lane.flow
             flow.cached_tokens = event.cached_tokens
             flow.queue_s = event.queue_s
             flow.tier = event.tier
 
-    def ended(self, event: Finished | Failed) -> Flow | None:
-        """The node's terminal event: the lane is free. Returns the flow if it was still live."""
-        lane = event.lane
-        flow = self.live.get(lane)
-        if flow is not None:
-            self.acknowledge(flow.dispatch.request_id, flow.attempt)
-            self._release(flow)
-            return flow
-        record = self.ending.pop(lane, None)
+    def on_logprobs(self, event: Logprobs | PromptLogprobs) -> None:
+        lane = self.live.get(event.lane)
+        if lane is None:
+            return
+        if isinstance(event, Logprobs):
+            lane.logprobs += event.entries
+        elif event.start == len(lane.flow.prompt_logprobs) + 1:  # else told twice, or out of order
+            lane.flow.prompt_logprobs += event.entries
+
+    def ended(self, event: Finished | Failed) -> Lane | None:
+        """The node's terminal event: the number is free. Returns the lane if it was still live."""
+        number = event.lane
+        lane = self.live.get(number)
+        if lane is not None:
+            self.acknowledge(lane.flow.dispatch.request_id, lane.flow.attempt, number)
+            self._release(lane)
+            return lane
+        record = self.ending.pop(number, None)
         if record is None:
             self.late_tokens += 1
         else:
-            self.acknowledge(*record)
-            self._free.append(lane)
+            self.acknowledge(*record, number)
+            self._free.append(number)
         return None
 
-    def acknowledge(self, request_id: str, attempt: int) -> None:
+    def acknowledge(self, request_id: str, attempt: int, number: int) -> None:
         """The node may forget this final usage; sent in batches by flush_acks."""
         self._acks.append((request_id, attempt))
+        self._acked_lanes.append(number)
         if len(self._acks) >= MAX_ACKS_A_FRAME:
             self.flush_acks()
 
     def flush_acks(self) -> None:
         if self._acks:
-            self.outbox.send_urgent(wire.encode(wire.UsageAck(tuple(self._acks))))
-            self._acks = []
+            message = wire.UsageAck(tuple(self._acks), tuple(self._acked_lanes))
+            self.outbox.send_urgent(wire.encode(message))
+            self._acks, self._acked_lanes = [], []
 
     def cut(self) -> list[Flow]:
-        """The link is gone: forget all lanes and return the flows that were live."""
-        flows = list(self.live.values())
+        """The link is gone: forget all lanes and return the flows that had live ones."""
+        flows = self.flows()
         self.live.clear()
         self.ending.clear()
         for flow in flows:
             flow.session = None
         return flows
 
-    def _leave(self, flow: Flow) -> None:
-        del self.live[flow.lane]
-        self.ending[flow.lane] = (flow.dispatch.request_id, flow.attempt)
-        flow.session = None
+    def _leave(self, lane: Lane) -> None:
+        del self.live[lane.number]
+        self.ending[lane.number] = (lane.flow.dispatch.request_id, lane.flow.attempt)
 
-    def _release(self, flow: Flow) -> None:
-        del self.live[flow.lane]
-        self._free.append(flow.lane)
-        flow.session = None
+    def _release(self, lane: Lane) -> None:
+        del self.live[lane.number]
+        self._free.append(lane.number)

@@ -1,6 +1,6 @@
-"""A request's stream of tokens: a list and one waiter, so that a late reader gets all in one burst.
+"""A request's streams of tokens, one a lane: lists and one waiter, so that a late reader gets all.
 
-Flow is the fleet's side (it lives until the stream ended), Stream the request's side. A Stream
+Flow is the fleet's side (it lives until its last lane ended), Stream the request's side. A Stream
 that its owner forgets is aborted when it is collected.
 """
 
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from policies.contract.wire import EngineInfo, Failed, Finished, Sampling, Usage
+from msgspec import Struct
+
+from policies.contract.wire import EngineInfo, Failed, Finished, Sampling, TokenLogprob, Usage
 from policies.routing import Affinity, Decision
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from gateway.nodes.engines import Engine
     from gateway.nodes.session import Session
 
-MAX_UNREAD_TOKENS = 4096
+MAX_UNREAD_TOKENS = 4096  # of one lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +39,87 @@ class Dispatch:
     sampling: Sampling
     deadline_s: float  # from now
     affinity_key: bytes | None
+    n: int = 1  # lanes: they share the prompt and differ by their noise
 
 
-@dataclass(frozen=True, slots=True)
-class Burst:
-    """All that came since the last one. An empty burst with an end is the last."""
+class Burst(Struct, frozen=True, gc=False):
+    """All that came on one lane since its last burst. After an end nothing more comes."""
 
+    index: int  # of the lane among the request's
     tokens: list[int]
     end: Finished | Failed | None
+    logprobs: Sequence[TokenLogprob] = ()  # one a token, if asked for
+
+
+class Waiter:
+    """Where one reader waits, for one stream or for several at once."""
+
+    __slots__ = ("future",)
+
+    def __init__(self) -> None:
+        self.future: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        future = self.future
+        if future is not None and not future.done():
+            future.set_result(None)
+
+    async def wait(self, timeout_s: float | None) -> None:
+        """Until woken or timeout_s passed. Call it with nothing left to read.
+
+        One timer: asyncio.timeout around it costs a chunk 7 of 35 µs (benchmarks.gateway,
+        64 × 200/s).
+        """
+        assert self.future is None, "one reader per stream"
+        loop = asyncio.get_running_loop()
+        self.future = loop.create_future()
+        timer = None if timeout_s is None else loop.call_later(timeout_s, self.wake)
+        try:
+            await self.future
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self.future = None
+
+
+class Lane:
+    """One of a flow's streams; `number` is its lane on the link where the flow is now."""
+
+    __slots__ = (
+        "end",
+        "flow",
+        "index",
+        "is_told",
+        "logprobs",
+        "number",
+        "produced",
+        "unread",
+        "waiter",
+    )
+
+    def __init__(self, flow: Flow, index: int) -> None:
+        self.flow = flow
+        self.index = index
+        self.number = -1
+        self.unread: list[int] = []
+        self.logprobs: list[TokenLogprob] = []  # of what is unread
+        self.produced = 0
+        self.end: Finished | Failed | None = None
+        self.is_told = False  # its end was read
+        self.waiter = flow.waiter
+
+    def take(self) -> Burst:
+        """All that is unread."""
+        tokens, self.unread = self.unread, []
+        self.is_told = self.end is not None
+        if not self.logprobs:
+            return Burst(self.index, tokens, self.end)
+        logprobs, self.logprobs = self.logprobs, []
+        return Burst(self.index, tokens, self.end, logprobs)
 
 
 class Flow:
-    """The mutable state of one stream; `place` fields change when it is redispatched."""
+    """The mutable state of one request; `place` fields change when it is redispatched."""
 
     __slots__ = (
         "attempt",
@@ -58,28 +129,31 @@ class Flow:
         "deadline",
         "decision",
         "dispatch",
-        "end",
         "engine",
         "home",
+        "is_answered",
         "keys",
-        "lane",
-        "produced",
+        "lanes",
+        "num_live",
+        "prompt_logprobs",
         "queue_s",
         "session",
         "tier",
         "tried",
-        "unread",
         "waiter",
     )
 
-    def __init__(self, dispatch: Dispatch, keys: list[bytes], deadline: float) -> None:
+    def __init__(
+        self, dispatch: Dispatch, keys: list[bytes], deadline: float, waiter: Waiter | None = None
+    ) -> None:
         self.dispatch = dispatch
         self.keys = keys  # event keys, deepest first
         self.deadline = deadline  # on the fleet's clock
-        self.unread: list[int] = []
-        self.waiter: asyncio.Future[None] | None = None
-        self.produced = 0
-        self.end: Finished | Failed | None = None
+        self.waiter = waiter or Waiter()
+        self.lanes = [Lane(self, index) for index in range(dispatch.n)]
+        self.num_live = dispatch.n  # lanes that have not ended
+        self.is_answered = False  # a first token came, on any lane
+        self.prompt_logprobs: list[TokenLogprob] = []
         self.cached_tokens: int | None = None
         self.queue_s = 0.0
         self.tier = "device"
@@ -89,23 +163,38 @@ class Flow:
         self.decision: Decision | None = None
         self.session: Session | None = None
         self.engine: Engine | None = None
-        self.lane = -1
         self.credit = 0
         self.credit_report = 0
 
-    def take(self) -> Burst | None:
-        """All that is unread, or None when there is nothing and more may come."""
-        if not self.unread and self.end is None:
-            return None
-        tokens, self.unread = self.unread, []
-        return Burst(tokens, self.end)
+    @property
+    def is_over(self) -> bool:
+        """Every lane ended."""
+        return self.num_live == 0
+
+    @property
+    def is_untouched(self) -> bool:
+        """Nothing of an answer came yet, so another node may give it."""
+        return not self.is_answered and self.num_live == len(self.lanes)
+
+    @property
+    def produced(self) -> int:
+        return sum([lane.produced for lane in self.lanes])
+
+    def take(self) -> list[Burst]:
+        """All that is unread, lane by lane; empty when there is nothing and more may come."""
+        bursts: list[Burst] = []
+        for lane in self.lanes:
+            if lane.unread or (lane.end is not None and not lane.is_told):
+                bursts.append(lane.take())  # noqa: PERF401 - a comprehension is a call, each chunk
+        if bursts or self.num_live:
+            return bursts
+        return [lane.take() for lane in self.lanes]  # the ends again
 
     def wake(self) -> None:
-        waiter = self.waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        self.waiter.wake()
 
     def usage(self, completion_tokens: int) -> Usage:
+        """Of one lane."""
         return Usage(len(self.dispatch.prompt), self.cached_tokens or 0, completion_tokens)
 
 
@@ -113,7 +202,7 @@ class FlowOwner(Protocol):
     """Who ends a flow: the fleet, or a test's list of calls."""
 
     def abort(self, flow: Flow) -> None: ...
-    def finish(self, flow: Flow, keep: int) -> None: ...
+    def finish(self, lane: Lane, keep: int) -> None: ...
     def orphaned(self, flow: Flow) -> None: ...
 
 
@@ -125,7 +214,7 @@ class Stream:
     def __init__(self, flow: Flow, owner: FlowOwner) -> None:
         self._flow = flow
         self._abort: Callable[[Flow], None] = owner.abort
-        self._finish: Callable[[Flow, int], None] = owner.finish
+        self._finish: Callable[[Lane, int], None] = owner.finish
         self._orphaned: Callable[[Flow], None] = owner.orphaned
 
     @property
@@ -179,46 +268,47 @@ class Stream:
         """Completion tokens that arrived so far, read or not."""
         return self._flow.produced
 
-    async def next(self) -> Burst:
-        """Wait until something came and take all of it; after the end, the end again."""
-        flow = self._flow
-        while (burst := flow.take()) is None:
-            assert flow.waiter is None, "one reader per stream"
-            flow.waiter = asyncio.get_running_loop().create_future()
-            try:
-                await flow.waiter
-            finally:
-                flow.waiter = None
-        return burst
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprob]:
+        """Of all prompt tokens but the first, once a first token came; if they were asked for."""
+        return self._flow.prompt_logprobs
 
-    async def next_within(self, timeout_s: float) -> Burst | None:
-        """As next, but None when nothing came in time.
+    def produced_on(self, index: int) -> int:
+        """Of one lane."""
+        return self._flow.lanes[index].produced
 
-        One timer: asyncio.timeout around next costs a chunk 7 of 35 µs (benchmarks.gateway,
-        64 × 200/s).
-        """
+    def take(self) -> list[Burst]:
+        """What came on each lane since the last call; after the end of all, their ends again."""
+        return self._flow.take()
+
+    async def next(self) -> list[Burst]:
+        """As take, once there is something."""
         flow = self._flow
-        burst = flow.take()
-        if burst is not None:
-            return burst
-        assert flow.waiter is None, "one reader per stream"
-        loop = asyncio.get_running_loop()
-        flow.waiter = loop.create_future()
-        timer = loop.call_later(timeout_s, flow.wake)
-        try:
-            await flow.waiter
-        finally:
-            timer.cancel()
-            flow.waiter = None
+        while not (bursts := flow.take()):
+            await flow.waiter.wait(None)
+        return bursts
+
+    async def next_within(self, timeout_s: float) -> list[Burst]:
+        """As next, but empty when nothing came in time."""
+        flow = self._flow
+        bursts = flow.take()
+        if bursts:
+            return bursts
+        await flow.waiter.wait(timeout_s)
         return flow.take()
 
     def abort(self) -> None:
-        """Stop the sequence at once; the stream ends as Finished(reason="abort") if it had not."""
+        """Stop all lanes at once; those that had not ended do so as Finished(reason="abort")."""
         self._abort(self._flow)
 
-    def finish(self, keep: int) -> None:
-        """A stop string matched: end as Finished(reason="stop") with keep completion tokens."""
-        self._finish(self._flow, keep)
+    def finish(self, index: int, keep: int) -> None:
+        """A stop string matched: this lane ends as Finished(reason="stop") with keep tokens.
+
+        Only once keep tokens came: before, its end could overtake its Submit.
+        """
+        lane = self._flow.lanes[index]
+        self._finish(lane, keep)
+        lane.is_told = True
 
     def __enter__(self) -> Stream:
         return self
@@ -232,5 +322,5 @@ class Stream:
         self.abort()
 
     def __del__(self) -> None:
-        if self._flow.end is None:
+        if not self._flow.is_over:
             self._orphaned(self._flow)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from policies.contract.wire import EngineInfo, EngineReport, NodeState, Role
+from policies.contract.wire import EngineInfo, EngineReport, NodeState, Role, Tier
 
 if TYPE_CHECKING:
     from gateway.text.model import TextModel
@@ -32,6 +32,28 @@ class EngineView(Struct, frozen=True):
     outstanding_tokens: int
     resident_pages: int
     event_gaps: int
+
+
+class Residence(Struct, frozen=True):
+    """An engine that holds a page, and in which tiers, fastest first."""
+
+    node_id: str
+    engine: int
+    tiers: tuple[Tier, ...]
+
+
+class SessionView(Struct, frozen=True):
+    """What the gateway knows of a session; ages in seconds.
+
+    resident: where the deepest of prompt_pages, the full pages of its last prompt, is now; a chain
+    is evicted tail first, so that page proves those before it.
+    """
+
+    home: str
+    home_age_s: float  # since that node is its home
+    idle_s: float  # since its last turn
+    prompt_pages: int
+    resident: tuple[Residence, ...]
 
 
 class NodeView(Struct, frozen=True):

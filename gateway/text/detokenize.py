@@ -8,7 +8,8 @@ All others use the library's DecodeStream. With both, any chunking of a stream g
 from __future__ import annotations
 
 import random
-from codecs import utf_8_decode
+import re
+from codecs import getincrementaldecoder, utf_8_decode
 from collections.abc import Container, Iterable, Sequence
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 CHECK_CHUNK = 64
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of vocabularies that fall back to bytes
 
 
 class TextStream(Protocol):
@@ -40,6 +42,8 @@ class Detokenizer:
             tables.silence(self._silent)
             self._tables = tables
 
+        # Decoders strip a leading space: some token in front keeps the next one's.
+        self._before = tokenizer.encode("a", add_special_tokens=False).ids
         self.longest_token_bytes = max(map(len, map(str.encode, tokenizer.get_vocab())), default=1)
 
     @property
@@ -50,6 +54,33 @@ class Detokenizer:
         if self._tables is not None:
             return ByteStream(self._tables)
         return LibraryStream(self._tokenizer, self._silent)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for by itself, in the middle of a text; of a special one its name."""
+        if self._tables is not None and 0 <= token_id < len(self._tables.texts):
+            text = self._tables.texts[token_id]
+            if text is None:
+                return self._tables.partial[token_id]
+            if text:
+                return text.encode()
+        name: str | None = self._tokenizer.id_to_token(token_id)
+        if name is None:  # the vocabulary is padded
+            return b""
+        if self._tables is not None or token_id in self._silent:
+            return name.encode()
+        byte = BYTE_TOKEN.fullmatch(name)
+        if byte is not None:
+            return bytes.fromhex(byte[1])
+        text = self._tokenizer.decode([*self._before, token_id])
+        return text.removeprefix(self._tokenizer.decode(self._before)).encode()
+
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """The text of each id; a character's is with the id that completes it."""
+        decoder = getincrementaldecoder("utf-8")("replace")
+        pieces = [decoder.decode(self.token_bytes(token_id)) for token_id in ids]
+        if pieces:
+            pieces[-1] += decoder.decode(b"", final=True)
+        return pieces
 
     def text_of(self, ids: Sequence[int]) -> str:
         """The whole text, special tokens included."""

@@ -56,7 +56,9 @@ class TextModel:
     def has_template(self) -> bool:
         return self._template is not None
 
-    async def chat_prompt(self, messages: Sequence[Mapping[str, object]]) -> array[int]:
+    async def chat_prompt(
+        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True
+    ) -> array[int]:
         """Token ids (typecode 'I') of the whole conversation, up to where the assistant speaks.
 
         Always from the text given: ids once generated are never used. Raises TextError.
@@ -75,14 +77,15 @@ class TextModel:
             assistant_guard=self._assistant_guard,
             keep_developer=self._template.names_developer,
         )
-        rendered = self._template.render(prepared)
+        rendered = self._template.render(prepared, add_generation_prompt=add_generation_prompt)
         self._check_length(rendered, "messages")
         return await self._tokenizer.encode(rendered)
 
-    async def raw_prompt(self, text: str) -> array[int]:
+    async def raw_prompt(self, text: str, *, with_bos: bool = True) -> array[int]:
         """Token ids (typecode 'I') of text as it stands, after bos where the model wants it."""
         self._check_length(text, "prompt")
-        return self._bos + await self._tokenizer.encode_text(text)
+        ids = await self._tokenizer.encode_text(text)
+        return self._bos + ids if with_bos else ids
 
     def page_keys(self, root: bytes, ids: array[int]) -> list[bytes]:
         """Keys of all full pages of ids; the next turn of a conversation costs its new pages."""
@@ -92,9 +95,24 @@ class TextModel:
         """The text of ids, special tokens as text."""
         return self._detokenizer.text_of(ids)
 
-    def output(self, stops: Sequence[str]) -> OutputText:
-        """For one stream. Raises ValueError on an empty stop string."""
-        return OutputText(self._detokenizer.stream(), stops)
+    def token_texts(self, ids: Sequence[int]) -> list[str | None]:
+        """Each token as the vocabulary writes it; None for an id that only pads it."""
+        return [self._tokenizer.full.id_to_token(token_id) for token_id in ids]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for by itself; of a special one its name."""
+        return self._detokenizer.token_bytes(token_id)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each id, special tokens as text."""
+        return self._detokenizer.pieces(ids)
+
+    def output(
+        self, stops: Sequence[str], *, min_tokens: int = 0, with_places: bool = False
+    ) -> OutputText:
+        """For one stream, see OutputText. Raises ValueError on an empty stop string."""
+        stream = self._detokenizer.stream()
+        return OutputText(stream, stops, min_tokens=min_tokens, with_places=with_places)
 
     def _check_length(self, text: str, field: str) -> None:
         """Refuses before tokenising what cannot fit even in the longest tokens there are."""

@@ -67,7 +67,9 @@ class ChatTemplate:
         except Exception as error:  # the compiler meets programs that nobody has checked
             self.fault = str(error)
 
-    def render(self, messages: Sequence[Mapping[str, object]]) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True
+    ) -> str:
         """The prompt's text. Raises TextError when the template fails or refuses."""
         if self.fault is not None:
             raise _failed(f"a template that does not compile ({self.fault})")
@@ -78,7 +80,7 @@ class ChatTemplate:
                 "messages": messages,
                 "tools": None,
                 "documents": None,
-                "add_generation_prompt": True,
+                "add_generation_prompt": add_generation_prompt,
             }
         )
         pieces: list[str] = []

@@ -319,6 +319,7 @@ class Resync(Struct, frozen=True, array_like=True, tag="resync"):
 
 class UsageAck(Struct, frozen=True, array_like=True, tag="usage_ack"):
     records: tuple[tuple[str, int], ...]  # (request_id, attempt)
+    lanes: tuple[int, ...] = ()  # of each record: which of the request's streams is meant
 
 
 class Drain(Struct, frozen=True, array_like=True, tag="drain"):

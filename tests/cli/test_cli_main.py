@@ -12,7 +12,7 @@ Kagari = Callable[..., subprocess.CompletedProcess[str]]
 
 COMMANDS = (
     *("serve", "gateway", "node", "engine", "models", "keys", "usage", "ledger"),
-    *("doctor", "config", "demo"),
+    *("doctor", "config", "demo", "admin"),
 )
 # Each takes longer to import than a --help may take, or must never be in this process.
 HEAVY = ("torch", "transformers", "tokenizers", "hypercorn", "websockets", "httpx", "sqlite3")
@@ -54,7 +54,7 @@ def test_a_wrong_flag_exits_2(kagari: Kagari) -> None:
         (("serve", "--api-key", "short"), "--api-key"),
         (("serve", "--api-key-file", "/nonexistent/key"), "--api-key-file"),
         (("usage",), "ledger"),
-        (("keys", "revoke", "nobody"), "keys"),
+        (("keys", "revoke", "nobody"), "key"),
         (("models", "pull", "no-such-model"), "--model no-such-model"),
         (("engine", "generate", "no-such-model", "Hello"), "--model no-such-model"),
     ],

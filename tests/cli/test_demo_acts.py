@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from gateway.cli.client import ChatReply
 from gateway.demo import scenario
 from gateway.demo.acts import Turn, affinity_act, discount_act, hit_rate
-from gateway.ledger.usage import RequestLine, UsageLine
+from gateway.ledger.requests import RequestLine
+from gateway.ledger.usage import UsageLine
 from policies.contract.wire import Usage
 from policies.pricing import Rates, charge
 

@@ -7,7 +7,11 @@ import pytest
 from gateway.errors import GatewayError
 from gateway.routes import ADMIN_ROUTES, PUBLIC_ROUTES, Route, find_route
 
-SAMPLE = {"account": "acc", "model:rest": "tiny/x", "node": "n1"}
+SAMPLE = {
+    "account": "acc",
+    "model:rest": "tiny/x",
+    **{"node": "n1", "key:rest": "key_1", "request": "0" * 32, "digest": "0" * 32},
+}
 
 
 def path_of(route: Route) -> str:
@@ -18,11 +22,12 @@ def path_of(route: Route) -> str:
 
 
 @pytest.mark.parametrize("table", [PUBLIC_ROUTES, ADMIN_ROUTES])
-def test_every_route_finds_itself_and_no_two_share_a_path(table) -> None:
+def test_every_route_finds_itself_and_no_two_share_a_way(table) -> None:
     for route in table:
         for method in route.methods:
             assert find_route(table, path_of(route), method)[0] is route
-    assert len({route.path for route in table}) == len(table)
+    ways = [(route.path, method) for route in table for method in route.methods]
+    assert len(set(ways)) == len(ways)
 
 
 def test_no_admin_path_is_on_the_public_listener() -> None:

@@ -70,7 +70,7 @@ def test_a_cut_link_takes_its_submits_and_no_others() -> None:
 def test_submits_are_bounded_in_number_and_bytes() -> None:
     few = EngineOutbox(max_submits=2)
     assert [few.submit(1, submit(str(i))) for i in range(3)] == [True, True, False]
-    small = EngineOutbox(max_submit_bytes=300)
+    small = EngineOutbox(max_submit_bytes=400)
     assert [small.submit(1, submit(str(i))) for i in range(4)].count(True) == 2
     drained(small)
     assert small.submit(1, submit("again"))

@@ -207,7 +207,10 @@ class NodeMachine(RuleBasedStateMachine):
     def acknowledge(self) -> None:
         for link in self.links:
             for record in link.usage.all(0.0):
-                self.tell(link, wire.UsageAck(((record.request_id, record.attempt),)))
+                request = record.request_id, record.attempt
+                self.tell(link, wire.UsageAck((request,), (record.lane,)))
+                self.tell(link, wire.UsageAck((request,), (record.lane,)))  # twice is once
+                assert record not in link.usage.all(0.0)
 
     @invariant()
     def no_stream_ends_twice(self) -> None:

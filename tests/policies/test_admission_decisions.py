@@ -48,6 +48,21 @@ def test_parallel_requests_cannot_all_pass_one_check() -> None:
     assert admission.reserved_tokens == 800  # output counts at most output_reserve_tokens
 
 
+def test_each_choice_reserves_its_output() -> None:
+    admission = Admission(AdmissionLimits(reserved_tokens=1000, output_reserve_tokens=100))
+    first, second = entered(admission), entered(admission)
+    assert admission.reserve(first, prompt_tokens=300, max_tokens=50, choices=4) is None
+    assert admission.reserved_tokens == 500
+    shed = admission.reserve(second, prompt_tokens=100, max_tokens=10_000, choices=5)
+    assert shed == Shed("tokens", 1000, 1.0)
+    admission.leave(first)
+    # More prompts of one request: what it holds itself does not shut it out.
+    for _ in range(3):
+        assert admission.reserve(second, prompt_tokens=900, max_tokens=1) is None
+    admission.leave(second)
+    assert admission.reserved_tokens == 0
+
+
 def test_reservation_larger_than_the_bound_enters_alone() -> None:
     admission = Admission(AdmissionLimits(reserved_tokens=1000))
     giant = entered(admission)

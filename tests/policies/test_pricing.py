@@ -1,5 +1,6 @@
 """Prices are whole pico-USD per token; a bill is rounded once and full price - discount = bill."""
 
+import json
 from fractions import Fraction
 
 import pytest
@@ -14,6 +15,7 @@ from policies.pricing import (
     charge,
     charge_nano_usd,
     parse_prices,
+    usd,
 )
 
 HEAD = 'version = "v1"\n[default]\ninput = 0.02\noutput = 0.04\nsource = "s"\ndate = "d"\n'
@@ -82,14 +84,20 @@ def test_impossible_usage_is_refused(usage):
 
 
 @given(st.decimals(0, 1_000_000, places=6))
-def test_every_published_price_is_exact(usd):
-    number = f"{usd:f}"
+def test_every_published_price_is_exact(price):
+    number = f"{price:f}"
     for written in (number, f'"{number}"'):
         table = parse_prices(
             HEAD + f'[models.m]\ninput = {written}\noutput = 0\nsource="s"\ndate="d"'
         )
-        assert table.rates("m").input == usd * 1_000_000
+        assert table.rates("m").input == price * 1_000_000
         assert table.rates("m").cached == table.rates("m").input
+
+
+@given(st.integers(-(10**18), 10**18))
+def test_an_amount_in_usd_is_exact_and_a_json_number(nano):
+    assert Fraction(usd(nano)) * 10**9 == nano
+    assert json.loads(usd(nano), parse_float=Fraction) == Fraction(nano, 10**9)
 
 
 def test_no_cached_rate_is_the_input_rate_and_an_unknown_model_costs_the_default():

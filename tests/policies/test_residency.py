@@ -16,7 +16,7 @@ from policies.contract.wire import (
     PageStored,
     Tier,
 )
-from policies.homes import Homes
+from policies.homes import Homes, SessionHome
 from policies.residency import Residency, event_keys
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk", "cluster")
@@ -147,3 +147,15 @@ def test_homes_expire_when_idle_and_are_bounded() -> None:
     assert (homes.find(b"b", 101.0), homes.find(b"a", 101.0), len(homes)) == (None, "n3", 2)
     assert homes.find(b"a", 200.1) is None
     assert len(homes) == 1
+
+
+def test_a_home_keeps_since_when_it_is_one_and_where_the_last_prompt_ended() -> None:
+    homes = Homes(max_keys=2, idle_s=100.0)
+    homes.settle(b"a", "n1", 1.0)
+    assert homes.look(b"a", 1.0) == SessionHome("n1", 1.0, 1.0, None, 0)
+    homes.settle(b"a", "n1", 5.0, b"page", 3)
+    assert homes.look(b"a", 6.0) == SessionHome("n1", 1.0, 5.0, b"page", 3)
+    homes.settle(b"a", "n2", 9.0, b"page", 4)
+    assert homes.look(b"a", 109.0) == SessionHome("n2", 9.0, 9.0, b"page", 4)
+    assert homes.look(b"a", 109.1) is None
+    assert homes.keys() == [b"a"]  # a look changes nothing

@@ -122,6 +122,7 @@ class RunningGateway:
             "reserved_tokens": services.admission.reserved_tokens,
             "body_bytes": services.body_budget.held_bytes,
             "open_rows": health.open_rows,
+            "idempotent_runs": services.idempotency.num_running,
             "unsettled": health.unsettled,
             "node_in_flight": sum(node.in_flight for node in services.fleet.nodes()),
             "node_tasks": sum(len(node.tasks) for node in self.nodes.values()),

@@ -1,9 +1,11 @@
 """A node that does what the last user message tells it, over the real link, with a tiny tokenizer.
 
-The message may be JSON: {"say": text, "times": n, "delay_s": before each step, "first_s": before
-the first, "step": tokens a frame, "fail_after": tokens, "fail": code, "cut_after": tokens,
-"cut_attempts": attempts that are cut, of any number}.
+The message (or a whole prompt) may be JSON: {"say": text or a list of one a lane, "times": n,
+"delay_s": before each step, "first_s": before the first, "step": tokens a frame, "fail_after":
+tokens, "fail": code, "fail_lane": only this one, "wait_lane": ends only when told to, "cut_after":
+tokens, "cut_attempts": attempts that are cut, of any number}.
 Anything else is answered with "ok". A token is a byte, so counts are easy to foretell.
+Log probabilities are made up by `logprob_of`.
 """
 
 from __future__ import annotations
@@ -67,6 +69,13 @@ def ids_of(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
+def logprob_of(place: int, token: int, top: int) -> wire.TokenLogprob:
+    """As if told by a model: of the token at this place, with its likeliest alternatives."""
+    logprob = -(place + 1) / 8
+    others = [((token + 1 + rank) % END_ID, logprob - 1 - rank) for rank in range(top)]
+    return wire.TokenLogprob(logprob, 1, tuple([(token, logprob), *others][:top]))
+
+
 @dataclass
 class Served:
     """One Submit as the node saw it, and what became of it."""
@@ -76,7 +85,9 @@ class Served:
     specials: int
     aborted: bool = False
     finished_keep: int | None = None
+    keeps: dict[int, int] = field(default_factory=dict)  # by the lane's index
     sent: int = 0
+    busy: int = 0  # lanes of the node when it came, its own included
 
 
 @dataclass
@@ -162,7 +173,6 @@ class ScriptedNode:
     async def _receive(self, socket: ClientConnection, message: object) -> None:
         match message:
             case wire.Submit():
-                lane = message.lanes[0]
                 ids = wire.unpack_ids(message.prompt)
                 served = Served(
                     submit=message,
@@ -170,9 +180,11 @@ class ScriptedNode:
                     specials=sum(token in (START_ID, END_ID) for token in ids),
                 )
                 self.served.append(served)
-                self.by_lane[lane] = served
-                answer = self._answer_while_linked(socket, lane, served, ids)
-                self.tasks[lane] = asyncio.create_task(answer)
+                for index, lane in enumerate(message.lanes):
+                    self.by_lane[lane] = served
+                    answer = self._answer_while_linked(socket, index, served, ids)
+                    self.tasks[lane] = asyncio.create_task(answer)
+                served.busy = len(self.by_lane)
             case wire.Abort(lanes):
                 for lane in lanes:
                     if lane in self.by_lane:  # else its end and the Abort crossed
@@ -180,7 +192,9 @@ class ScriptedNode:
                         await self._end(socket, lane, "abort")
             case wire.FinishLane(lane, keep):
                 if lane in self.by_lane:
-                    self.by_lane[lane].finished_keep = keep
+                    served = self.by_lane[lane]
+                    served.finished_keep = keep
+                    served.keeps[served.submit.lanes.index(lane)] = keep
                     await self._end(socket, lane, "stop")
 
     async def _end(self, socket: ClientConnection, lane: int, reason: wire.FinishReason) -> None:
@@ -197,48 +211,73 @@ class ScriptedNode:
         )
 
     async def _answer_while_linked(
-        self, socket: ClientConnection, lane: int, served: Served, ids: array[int]
+        self, socket: ClientConnection, index: int, served: Served, ids: array[int]
     ) -> None:
         with suppress(ConnectionClosed):  # another stream of this node cut the link
-            await self._answer(socket, lane, served, ids)
+            await self._answer(socket, index, served, ids)
 
     async def _answer(
-        self, socket: ClientConnection, lane: int, served: Served, ids: array[int]
+        self, socket: ClientConnection, index: int, served: Served, ids: array[int]
     ) -> None:
+        lane = served.submit.lanes[index]
         script = _script(served.text)
         await asyncio.sleep(float(script.get("first_s", 0)))
-        engine = served.submit.engine
+        engine, sampling = served.submit.engine, served.submit.sampling
         cached = self._cached(ids)
-        if script.get("fail") and not script.get("fail_after"):
+        fails = "fail" in script and script.get("fail_lane", index) == index
+        if fails and not script.get("fail_after"):
             await self._fail(socket, lane, served, str(script["fail"]))
             return
-        said = str(script.get("say", "ok")) * int(script.get("times", 1))
-        tokens = ids_of(said)[: served.submit.sampling.max_tokens]
+        if sampling.prompt_logprobs is not None and index == 0:
+            await self._tell_prompt(socket, lane, served, ids)
+        say = script.get("say", "ok")
+        text = say[index % len(say)] if isinstance(say, list) else str(say)
+        tokens = ids_of(text * int(script.get("times", 1)))[: sampling.max_tokens]
         started: list[wire.Rare] = [wire.Started(lane, cached)]
-        step = int(script.get("step", 1))
+        step, sent = int(script.get("step", 1)), 0
         for at in range(0, len(tokens), step):
             piece = tokens[at : at + step]
-            if script.get("fail_after") is not None and served.sent >= script["fail_after"]:
+            if fails and script.get("fail_after") is not None and sent >= script["fail_after"]:
                 await self._fail(socket, lane, served, str(script["fail"]))
                 return
             if served.submit.attempt <= int(script.get("cut_attempts", 99)) and (
-                script.get("cut_after") is not None and served.sent >= script["cut_after"]
+                script.get("cut_after") is not None and sent >= script["cut_after"]
             ):
                 await socket.close()
                 return
+            sent += len(piece)
             served.sent += len(piece)
+            if sampling.logprobs is not None:
+                entries = [
+                    logprob_of(at + n, id_, sampling.logprobs) for n, id_ in enumerate(piece)
+                ]
+                started.append(wire.Logprobs(lane, tuple(entries)))
             await socket.send(
                 wire.encode(wire.Step(engine, at, [lane] * len(piece), piece, started))
             )
             started = []
             await asyncio.sleep(float(script.get("delay_s", 0)))
+        if script.get("wait_lane") == index:
+            await asyncio.sleep(30)
         self._remember(ids)
-        reason = "length" if len(tokens) == served.submit.sampling.max_tokens else "stop"
+        reason = "length" if len(tokens) == sampling.max_tokens else "stop"
         usage = wire.Usage(len(ids), cached, len(tokens))
         self.tasks.pop(lane, None)
         self.by_lane.pop(lane, None)
         rare = [*started, wire.Finished(lane, reason, usage)]
         await socket.send(wire.encode(wire.Step(engine, 0, [], [], rare)))
+
+    async def _tell_prompt(
+        self, socket: ClientConnection, lane: int, served: Served, ids: array[int]
+    ) -> None:
+        """Chunk by chunk, before the first token."""
+        top = served.submit.sampling.prompt_logprobs or 0
+        for start in range(1, len(ids), 7):
+            entries = [
+                logprob_of(start + n, token, top) for n, token in enumerate(ids[start : start + 7])
+            ]
+            told = wire.PromptLogprobs(lane, start, tuple(entries))
+            await socket.send(wire.encode(wire.Step(served.submit.engine, 0, [], [], [told])))
 
     async def _fail(self, socket: ClientConnection, lane: int, served: Served, code: str) -> None:
         self.tasks.pop(lane, None)
@@ -260,7 +299,7 @@ class ScriptedNode:
 def _script(text: str) -> dict[str, object]:
     messages = re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", text, re.DOTALL)
     try:
-        script = json.loads(messages[-1])
-    except (IndexError, ValueError):
+        script = json.loads(messages[-1] if messages else text)
+    except ValueError:
         return {}
     return script if isinstance(script, dict) else {}

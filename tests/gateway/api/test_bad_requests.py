@@ -79,17 +79,29 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": ["a" * 257]}, "invalid_request", "stop"),
     ({"stop": [""]}, "invalid_request", "stop"),
     ({"stop": 5}, "invalid_request", "stop"),
-    ({"n": 2}, "unsupported", "n"),
+    ({"n": 17}, "invalid_request", "n"),
     ({"n": 0}, "invalid_request", "n"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "unsupported", "tools"),
     ({"functions": [{"name": "f"}]}, "unsupported", "functions"),
     ({"response_format": {"type": "json_object"}}, "unsupported", "response_format.type"),
     ({"response_format": {"type": "xml"}}, "invalid_request", "response_format.type"),
-    ({"logprobs": True}, "unsupported", "logprobs"),
-    ({"top_logprobs": 3}, "unsupported", "top_logprobs"),
-    ({"presence_penalty": 0.5}, "unsupported", "presence_penalty"),
+    ({"logprobs": 3}, "invalid_request", "logprobs"),
+    ({"top_logprobs": 3}, "invalid_request", "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "invalid_request", "top_logprobs"),
+    ({"presence_penalty": -2.1}, "invalid_request", "presence_penalty"),
     ({"frequency_penalty": 9}, "invalid_request", "frequency_penalty"),
-    ({"logit_bias": {"5": 1}}, "unsupported", "logit_bias"),
+    ({"repetition_penalty": 0}, "invalid_request", "repetition_penalty"),
+    ({"min_tokens": -1}, "invalid_request", "min_tokens"),
+    ({"min_tokens": 6, "max_tokens": 5}, "invalid_request", "min_tokens"),
+    ({"ignore_eos": 1}, "invalid_request", "ignore_eos"),
+    ({"logit_bias": {"five": 1}}, "invalid_request", "logit_bias"),
+    ({"logit_bias": {"07": 1}}, "invalid_request", "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "invalid_request", "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "invalid_request", "logit_bias"),
+    ({"logit_bias": {"99999": 1}}, "invalid_request", "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "invalid_request", "logit_bias.5"),
+    ({"logit_bias": {"5": "x"}}, "invalid_request", "logit_bias[...]"),
+    ({"logit_bias": {str(n): 1 for n in range(1025)}}, "invalid_request", "logit_bias"),
     ({"stream_options": 1}, "invalid_request", "stream_options"),
 ]
 
@@ -110,6 +122,13 @@ def test_impossible_field_is_refused_by_name(gateway, fields, code, param) -> No
     [
         {"tools": [], "tool_choice": "auto"},
         {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
+        {
+            "presence_penalty": -2,
+            "frequency_penalty": 2,
+            "repetition_penalty": 1.3,
+            "min_tokens": 1,
+        },
+        {"logit_bias": {"5": 100, "0": -100}, "ignore_eos": True, "top_logprobs": 0},
         {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "logprobs": False},
         {"response_format": {"type": "text"}, "n": 1, "stop": None, "top_k": -1},
         {"stop": ["a"] * 16},
@@ -320,6 +339,30 @@ def test_headers_of_64_kb_are_refused(gateway) -> None:
         except ConnectionError:
             return
     assert reply.startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status", "code"),
+    [
+        (b"GET /livez HTTP/1.1\r\nHost: t\r\nX-Big: " + b"a" * 20_000, 431, "headers_too_large"),
+        (b"this is no HTTP\r\n\r\n", 400, "invalid_request"),
+        (b"GET /livez HTTP/1.1\r\n\r\n", 400, "invalid_request"),  # no Host
+        (b"GET /livez HTTP/1.1\r\nHost: t\r\nContent-Length: x\r\n\r\n", 400, "invalid_request"),
+    ],
+)
+def test_what_the_server_itself_refuses_has_our_four_parts(
+    gateway, request_bytes, status, code
+) -> None:
+    with gateway.connect() as sock:
+        sock.sendall(request_bytes)
+        head, _, body = read_all(sock).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    error = json.loads(body)["error"]
+    assert error["code"] == code
+    assert all(error[part] for part in ("param", "found", "allowed", "remedy", "docs"))
+    assert b"x-request-id: " + error["request_id"].encode() in head
+    assert b"connection: close" in head
+    assert b"x-should-retry: false" in head
 
 
 def test_many_headers_below_the_servers_limit_get_our_431_over_http2(gateway) -> None:

@@ -50,6 +50,9 @@ NAMES = [
     "presence_penalty",
     "frequency_penalty",
     "logit_bias",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
     "prompt_cache_key",
     "session_id",
     "metadata",
@@ -64,9 +67,9 @@ BODIES = st.builds(
 )
 
 
-def check(shared_gateway: Any, data: bytes) -> None:
+def check(shared_gateway: Any, data: bytes, path: str = "/v1/chat/completions") -> None:
     with shared_gateway.client() as client:
-        reply = client.post("/v1/chat/completions", content=data)
+        reply = client.post(path, content=data)
     assert reply.status_code < 500, (reply.status_code, reply.text, data)
     if reply.status_code >= 400:
         error = reply.json()["error"]
@@ -84,6 +87,23 @@ QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 @given(body=BODIES)
 def test_any_json_is_answered(gateway, body) -> None:
     check(gateway, json.dumps(body).encode())
+
+
+RAW_BODIES = st.builds(
+    lambda fields, prompt: {**fields, "prompt": prompt, "model": "tiny"},
+    st.dictionaries(st.sampled_from([*NAMES, "echo", "suffix", "best_of"]), VALUES, max_size=6),
+    st.text(max_size=20)
+    | st.lists(st.text(max_size=5), max_size=3)
+    | st.lists(st.integers(-1, 300), max_size=6)
+    | st.lists(st.lists(st.integers(0, 257), max_size=4), max_size=3)
+    | VALUES,
+)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=QUIET)
+@given(body=RAW_BODIES)
+def test_any_json_is_answered_as_text_too(gateway, body) -> None:
+    check(gateway, json.dumps(body).encode(), "/v1/completions")
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=QUIET)

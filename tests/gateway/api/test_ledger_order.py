@@ -156,7 +156,7 @@ def test_every_ending_settles_exactly_once(gateway, with_ledger, script, status,
 def test_refused_request_has_no_row(gateway, with_ledger) -> None:
     fake = with_ledger(FakeLedger())
     with gateway.client() as client:
-        client.post("/v1/chat/completions", content=body({}, n=5))
+        client.post("/v1/chat/completions", content=body({}, n=500))
         client.post("/v1/chat/completions", content=body({}, model="nothing"))
     assert not fake.opened
     assert not fake.settled

@@ -56,15 +56,19 @@ def script_of(dice: random.Random) -> dict[str, Any]:
 def visit(gateway: Any, seed: int) -> None:
     """One client: it may read all, or leave at any moment."""
     dice = random.Random(seed)
-    body = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": json.dumps(script_of(dice))}],
-        "stream": dice.random() < 0.7,
-    }
+    body: dict[str, Any] = {"model": "tiny", "stream": dice.random() < 0.7}
+    body["n"] = dice.choice([1, 1, 2, 3])
+    if dice.random() < 0.7:
+        path = "/v1/chat/completions"
+        body["messages"] = [{"role": "user", "content": json.dumps(script_of(dice))}]
+    else:
+        path = "/v1/completions"
+        body["prompt"] = [json.dumps(script_of(dice)) for _ in range(dice.choice([1, 2, 9]))]
     patience_s = dice.choice([None, 0.01, 0.03, 0.1, 0.2])
     with gateway.connect() as sock:
         sock.settimeout(20 if patience_s is None else patience_s)
-        sock.sendall(gateway.raw(json.dumps(body).encode(), extra="Connection: close\r\n"))
+        data = json.dumps(body).encode()
+        sock.sendall(gateway.raw(data, path=path, extra="Connection: close\r\n"))
         until = time.monotonic() + (20 if patience_s is None else patience_s)
         try:
             while time.monotonic() < until and sock.recv(4096):
@@ -99,8 +103,9 @@ def test_every_request_is_billed_exactly_once(tmp_path, start, first_seed, visit
         submitted: set[str] = set()
         for node in running.nodes.values():
             for served in node.served:
-                submitted.add(served.submit.request_id)
-                sent[served.submit.request_id] += served.sent
+                request_id = served.submit.request_id.partition(".")[0]  # then a prompt's number
+                submitted.add(request_id)
+                sent[request_id] += served.sent
     assert {row["request_id"] for row in rows} >= submitted
     assert len(rows) == len({row["request_id"] for row in rows}) == len(ledger.settled)
     assert set(ledger.settled.values()) == {1}

@@ -12,8 +12,9 @@ import pytest
 from gateway.ledger import ledger as ledger_module
 from gateway.ledger.files import LedgerError, wal_bytes
 from gateway.ledger.ledger import Ledger
+from gateway.ledger.requests import requests
 from gateway.ledger.rows import Attempt, LedgerFull
-from gateway.ledger.usage import requests, usage_by
+from gateway.ledger.usage import usage_by
 from gateway.ledger.verify import verify
 from policies.contract.wire import Usage, UsageRecord
 from policies.pricing import Rates

@@ -16,8 +16,8 @@ from hypothesis.stateful import (
 )
 
 from gateway.ledger.ledger import Ledger
+from gateway.ledger.requests import requests
 from gateway.ledger.rows import LedgerFull
-from gateway.ledger.usage import requests
 from gateway.ledger.verify import verify
 from policies.contract.wire import Usage
 from policies.pricing import charge_nano_usd

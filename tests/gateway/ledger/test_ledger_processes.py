@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from gateway.ledger.ledger import Ledger
-from gateway.ledger.usage import requests, usage_by
+from gateway.ledger.requests import requests
+from gateway.ledger.usage import usage_by
 from gateway.ledger.verify import verify
 
 WRITER = """

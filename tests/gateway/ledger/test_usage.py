@@ -5,10 +5,11 @@ import sqlite3
 import msgspec
 import pytest
 
-from gateway.ledger import usage as usage_module
+from gateway.ledger import requests as requests_module
 from gateway.ledger.files import LedgerError
 from gateway.ledger.ledger import Ledger
-from gateway.ledger.usage import UsageLine, requests, usage_by
+from gateway.ledger.requests import requests
+from gateway.ledger.usage import Scope, UsageLine, usage_by
 from gateway.ledger.verify import MAX_PROBLEMS, verify
 from policies.contract.wire import Usage
 from policies.pricing import charge
@@ -59,9 +60,9 @@ async def test_full_price_less_saved_is_the_bill_over_the_whole_ledger(filled):
 
 async def test_days_are_utc_and_inclusive(filled):
     assert [line.day for line in usage_by(filled, ("day",))] == ["1970-01-01", "1970-01-02"]
-    assert [line.requests for line in usage_by(filled, (), since_day="1970-01-02")] == [12]
-    assert [line.requests for line in usage_by(filled, (), until_day="1970-01-01")] == [12]
-    assert usage_by(filled, (), until_day="1969-12-31")[0].requests == 0
+    assert [line.requests for line in usage_by(filled, (), Scope(since_day="1970-01-02"))] == [12]
+    assert [line.requests for line in usage_by(filled, (), Scope(until_day="1970-01-01"))] == [12]
+    assert usage_by(filled, (), Scope(until_day="1969-12-31"))[0].requests == 0
 
 
 async def test_an_empty_ledger_has_a_total_of_nothing(path):
@@ -73,7 +74,7 @@ async def test_an_empty_ledger_has_a_total_of_nothing(path):
 
 
 async def test_rows_are_paged_so_that_no_reader_stays_open(filled, monkeypatch):
-    monkeypatch.setattr(usage_module, "PAGE_ROWS", 5)
+    monkeypatch.setattr(requests_module, "PAGE_ROWS", 5)
     lines = requests(filled)
     first = next(lines)
     writer = sqlite3.connect(filled, isolation_level=None)
@@ -131,7 +132,7 @@ async def test_verify_tells_open_rows_of_a_living_process_from_those_of_a_dead_o
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute("INSERT INTO requests SELECT 9, 'r9', boot, tenant, key_id, model, 'open',"
         " NULL, path, node, NULL, 1, 0, 0, 0, 0, 0, 1, 1, 1, 'v', 'v', 1.0, NULL, NULL, NULL,"
-        " '{}', '[]', NULL, NULL FROM requests")  # fmt: skip
+        " '{}', '[]', NULL, NULL, NULL FROM requests")  # fmt: skip
     connection.close()
     assert "r9: open, but its process is gone" in verify(path).problems[0]
 

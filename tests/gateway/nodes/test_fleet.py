@@ -12,15 +12,15 @@ import pytest
 from gateway.nodes.fleet import UnknownNode
 from gateway.nodes.placement import NoCapacity, NoNode
 from gateway.nodes.session import Session
-from gateway.nodes.streams import MAX_UNREAD_TOKENS, Burst, Stream
+from gateway.nodes.streams import MAX_UNREAD_TOKENS, Burst, Stream, Waiter
 from policies.contract import wire
 from policies.routing import RoutingPolicy
 from tests.gateway.nodes.fake_node import Clock, FakeNode, fleet, info, keys, request
 
 
 def take(stream: Stream) -> Burst:
-    burst = stream._flow.take()
-    assert burst is not None, "nothing came"
+    """The one burst of a stream of one lane."""
+    (burst,) = stream.take()
     return burst
 
 
@@ -32,13 +32,13 @@ async def test_a_stream_gets_its_tokens_and_one_end() -> None:
     assert (submit.request_id, submit.attempt, submit.engine) == ("r1", 1, 0)
     assert wire.unpack_ids(submit.prompt) == request(1).prompt
     node.step([0, 0], [5, 6], [wire.Started(0, 64, 0.25)])
-    assert await stream.next() == Burst([5, 6], None)
+    assert await stream.next() == [Burst(0, [5, 6], None)]
     assert (stream.node_id, stream.cached_tokens, stream.queue_s) == ("n1", 64, 0.25)
     node.step([0], [7], [wire.Finished(0, "length", wire.Usage(100, 64, 3))])
-    last = await stream.next()
+    (last,) = await stream.next()
     assert last.tokens == [7]
     assert last.end == wire.Finished(0, "length", wire.Usage(100, 64, 3))
-    assert (await stream.next()).tokens == []
+    assert await stream.next() == [Burst(0, [], last.end)]  # the end again
 
 
 @pytest.mark.anyio
@@ -46,17 +46,17 @@ async def test_waiting_with_a_limit_loses_no_token() -> None:
     node = FakeNode(gateway := fleet(), "n1").join()
     with gateway.dispatch(request(1)) as stream:
         node.read()
-        assert await stream.next_within(0.01) is None
+        assert await stream.next_within(0.01) == []
         node.step([0], [1])
-        assert await stream.next_within(0.0) == Burst([1], None)
+        assert await stream.next_within(0.0) == [Burst(0, [1], None)]
         asyncio.get_running_loop().call_soon(node.step, [0], [2])
-        assert await stream.next_within(5.0) == Burst([2], None)
+        assert await stream.next_within(5.0) == [Burst(0, [2], None)]
         waiting = asyncio.create_task(stream.next_within(5.0))
         await asyncio.sleep(0)
         waiting.cancel()
         node.step([0], [3])
         await asyncio.wait([waiting])
-        assert await stream.next_within(5.0) == Burst([3], None)
+        assert await stream.next_within(5.0) == [Burst(0, [3], None)]
 
 
 def test_without_a_node_or_a_bundle_there_is_no_node() -> None:
@@ -137,7 +137,7 @@ def test_only_faults_of_the_place_are_retried(code: str, moves: bool) -> None:
     node = nodes[stream.node_id]
     node.fail(node.lanes()[0], code)
     assert (stream.attempt == 2) is moves
-    assert (stream._flow.end is None) is moves
+    assert (not stream._flow.is_over) is moves
 
 
 def test_an_abort_does_not_overtake_its_own_submit() -> None:
@@ -167,7 +167,7 @@ def test_a_lane_is_not_reused_before_the_nodes_terminal_event() -> None:
     stream = gateway.dispatch(request(2))
     assert node.lanes() == [0]  # withdrawn unsent: the node never saw it
     node.start(0)
-    stream.finish(1)
+    stream.finish(0, 1)
     assert take(stream).end == wire.Finished(0, "stop", wire.Usage(100, 0, 1))
     assert node.read() == [wire.FinishLane(0, 1)]
     third = gateway.dispatch(request(3))
@@ -178,7 +178,7 @@ def test_a_lane_is_not_reused_before_the_nodes_terminal_event() -> None:
     assert node.lanes() == [1, 0]
     node.step([0], [42])
     assert take(fourth).tokens == [42]
-    assert third._flow.take() is None
+    assert third.take() == []
 
 
 def test_the_first_token_is_woken_before_the_others() -> None:
@@ -188,9 +188,9 @@ def test_the_first_token_is_woken_before_the_others() -> None:
     node.step([0, 1, 2])
     assert node.session is not None
     woken = node.session.on_step(wire.Step(0, 2, [0, 1, 2, 3], [1, 1, 1, 1]))
-    assert [flow.lane for flow in woken] == [3, 2, 0, 1]  # then rotated by the step's number
+    assert [lane.number for lane in woken] == [3, 2, 0, 1]  # then rotated by the step's number
     woken = node.session.on_step(wire.Step(0, 3, [0, 1, 2, 3], [1, 1, 1, 1]))
-    assert [flow.lane for flow in woken] == [3, 0, 1, 2]
+    assert [lane.number for lane in woken] == [3, 0, 1, 2]
     assert len(streams) == 4
 
 
@@ -482,7 +482,7 @@ def test_final_usages_are_acknowledged_once_settled() -> None:
     assert [record.request_id for record in seen] == ["of my predecessor"]
     gateway.tick()
     (ack,) = node.read()
-    assert ack == wire.UsageAck((("r1", 1), ("r1", 1), ("of my predecessor", 2)))
+    assert ack == wire.UsageAck((("r1", 1), ("r1", 1), ("of my predecessor", 2)), (0, 0, 0))
 
 
 def test_a_session_returns_to_its_home_and_tenants_never_share_one() -> None:
@@ -605,3 +605,167 @@ def test_a_restarted_engine_starts_with_empty_books() -> None:
     node.send(wire.EnginesChanged((info(num_pages=77), info(1, "late"))))
     assert gateway.nodes()[0].engines[0].resident_pages == 0
     assert gateway.model("late") is not None
+
+
+# --- several lanes -----------------------------------------------------------------------------
+
+
+def test_lanes_of_one_request_go_out_in_one_submit_and_end_one_by_one() -> None:
+    node = FakeNode(gateway := fleet(), "n1").join()
+    stream = gateway.dispatch(request(1, n=3))
+    (submit,) = node.read()
+    assert submit.lanes == (0, 1, 2)
+    node.step([0, 2, 0], [5, 6, 7], [wire.Started(0, 64), wire.Started(2, 99)])
+    assert stream.take() == [Burst(0, [5, 7], None), Burst(2, [6], None)]
+    assert stream.cached_tokens == 64  # of the lane that computes the prompt
+    node.end(0)
+    stream.finish(2, 1)
+    assert node.read() == [wire.FinishLane(2, 1)]
+    assert [(burst.index, burst.tokens) for burst in stream.take()] == [(0, [])]
+    assert stream.take() == []  # lane 1 goes on
+    other = gateway.dispatch(request(2))
+    assert node.lanes() == [1, 2, 0]  # lane 2 is free only after the node's own end
+    node.step([1, 2], [8, 9])
+    node.end(1)
+    assert [(burst.index, burst.tokens) for burst in stream.take()] == [(1, [8])]
+    assert stream.produced == 4
+    other.abort()
+
+
+def test_a_request_that_lost_its_node_moves_whole_or_fails_whole() -> None:
+    node = FakeNode(gateway := fleet(), "n1").join()
+    early, late = gateway.dispatch(request(1, n=2)), gateway.dispatch(request(2, n=2))
+    node.read()
+    other = FakeNode(gateway, "n2").join()
+    node.step([3])  # one token, of the second lane of the second request
+    node.cut()
+    assert (early.attempt, late.attempt) == (2, 1)
+    assert other.lanes() == [0, 1]
+    assert early.take() == []
+    assert [(burst.tokens, type(burst.end)) for burst in late.take()] == [
+        ([], wire.Failed),
+        ([7], wire.Failed),
+    ]
+
+
+@pytest.mark.parametrize("code", ["node_draining", "tag_mismatch"])
+def test_one_lane_that_fails_takes_the_others_along(code: str) -> None:
+    """Retried elsewhere only while nothing of any lane came, an end included."""
+    gateway = fleet()
+    nodes = {name: FakeNode(gateway, name).join() for name in ("n1", "n2")}
+    stream = gateway.dispatch(request(1, n=3))
+    node = nodes[stream.node_id]
+    first, second, third = node.lanes()
+    node.end(first)
+    node.fail(second, code)
+    assert node.read() == [wire.Abort((third,))]
+    assert stream.attempt == 1
+    assert [type(burst.end) for burst in stream.take()] == [wire.Finished, wire.Failed, wire.Failed]
+    node.end(third, "abort")
+    assert gateway.nodes()[0].in_flight == gateway.nodes()[1].in_flight == 0
+
+
+def test_refused_by_one_node_all_lanes_move_to_another() -> None:
+    gateway = fleet()
+    nodes = {name: FakeNode(gateway, name).join() for name in ("n1", "n2")}
+    stream = gateway.dispatch(request(1, n=2))
+    node = nodes.pop(stream.node_id)
+    lanes = node.lanes()
+    node.request_by_lane.clear()
+    node.step([], rare=[wire.Failed(lane, "node_draining", "no") for lane in lanes])
+    assert stream.attempt == 2
+    assert node.session is not None
+    assert node.session.in_flight == 0
+    (other,) = nodes.values()
+    assert sorted(other.lanes()) == [0, 1]
+
+
+def test_an_unsent_submit_is_withdrawn_with_all_its_lanes() -> None:
+    node = FakeNode(gateway := fleet(), "n1").join()
+    gateway.dispatch(request(1, n=4)).abort()
+    assert node.read() == []
+    assert node.session is not None
+    assert sorted(node.session._free) == [0, 1, 2, 3]
+
+
+def test_an_abort_never_takes_back_anothers_submit_by_a_reused_number() -> None:
+    node = FakeNode(gateway := fleet(), "n1").join()
+    first = gateway.dispatch(request(1, n=2))
+    node.read()
+    node.end(0)
+    second = gateway.dispatch(request(2))  # unsent, on the number that was freed
+    first.abort()
+    messages = node.read()
+    assert [type(message) for message in messages] == [wire.Abort, wire.Submit]
+    assert messages[0] == wire.Abort((1,))
+    second.abort()
+
+
+def test_each_lane_is_acknowledged_by_its_number() -> None:
+    node = FakeNode(gateway := fleet(), "n1").join()
+    stream = gateway.dispatch(request(1, n=2))
+    node.read()
+    node.end(1)
+    gateway.tick()
+    assert node.read() == [wire.UsageAck((("r1", 1),), (1,))]
+    stream.abort()
+    node.read()
+    node.end(0, "abort")
+    gateway.tick()
+    assert node.read() == [wire.UsageAck((("r1", 1),), (0,))]
+
+
+def test_log_probabilities_stay_beside_their_tokens() -> None:
+    node = FakeNode(gateway := fleet(), "n1").join()
+    stream = gateway.dispatch(request(1, n=2))
+    node.read()
+    told = [wire.TokenLogprob(-float(number), 1) for number in range(5)]
+    node.step([], rare=[wire.PromptLogprobs(0, 1, tuple(told[:2]))])
+    node.step([], rare=[wire.PromptLogprobs(0, 3, tuple(told[2:]))])
+    node.step([], rare=[wire.PromptLogprobs(0, 1, tuple(told[:2]))])  # told again: ignored
+    node.step([0, 1, 0], [5, 6, 7], [wire.Logprobs(0, (told[0], told[1]))])
+    node.step([0], [8], [wire.Logprobs(0, (told[2],)), wire.Logprobs(9, (told[2],))])
+    assert stream.take() == [Burst(0, [5, 7, 8], None, told[:3]), Burst(1, [6], None)]
+    assert stream.prompt_logprobs == told
+    stream.abort()
+
+
+def test_what_a_lost_node_told_of_the_prompt_is_forgotten() -> None:
+    gateway = fleet()
+    nodes = {name: FakeNode(gateway, name).join() for name in ("n1", "n2")}
+    stream = gateway.dispatch(request(1))
+    node = nodes[stream.node_id]
+    node.read()
+    node.step([], rare=[wire.PromptLogprobs(0, 1, (wire.TokenLogprob(-1.0, 1),))])
+    node.cut()
+    assert stream.attempt == 2
+    assert stream.prompt_logprobs == []
+    stream.abort()
+
+
+def test_many_lanes_fit_an_idle_node_and_wait_for_a_busy_one() -> None:
+    FakeNode(gateway := fleet(max_in_flight=4), "n1").join()
+    large = gateway.dispatch(request(1, n=6))  # a bound never shuts a request out
+    with pytest.raises(NoCapacity):
+        gateway.dispatch(request(2, n=1))
+    large.abort()
+    gateway.dispatch(request(3, n=2))
+    with pytest.raises(NoCapacity):
+        gateway.dispatch(request(4, n=3))
+    gateway.dispatch(request(5, n=2))
+
+
+def test_one_waiter_serves_several_streams() -> None:
+    node = FakeNode(gateway := fleet(), "n1").join()
+    waiter = Waiter()
+
+    async def read() -> None:
+        streams = [gateway.dispatch(request(number), waiter) for number in range(2)]
+        node.read()
+        asyncio.get_running_loop().call_soon(node.step, [1], [7])
+        await waiter.wait(5.0)
+        assert [stream.take() for stream in streams] == [[], [Burst(0, [7], None)]]
+        for stream in streams:
+            stream.abort()
+
+    asyncio.run(read())

@@ -37,8 +37,7 @@ class Fleet(RuleBasedStateMachine):
         self.fleet = fleet(self.clock, policy=policy, max_in_flight=6)
         self.nodes = {name: FakeNode(self.fleet, name) for name in NODES}
         self.streams: list[Stream] = []
-        self.ends: dict[int, Any] = {}
-        self.read_by: dict[int, int] = {}
+        self.ends: dict[tuple[int, int], Any] = {}  # by stream and lane
         self.requests = 0
 
     def linked(self, name: str) -> FakeNode | None:
@@ -73,12 +72,16 @@ class Fleet(RuleBasedStateMachine):
             self.clock.now += seconds / 8 if seconds > 1 else seconds
             self.fleet.tick()
 
-    @rule(tokens=st.sampled_from([1, 64, 65, 700]), key=st.sampled_from([None, b"a", b"b"]))
-    def dispatch(self, tokens: int, key: bytes | None) -> None:
+    @rule(
+        tokens=st.sampled_from([1, 64, 65, 700]),
+        key=st.sampled_from([None, b"a", b"b"]),
+        n=st.integers(1, 4),
+    )
+    def dispatch(self, tokens: int, key: bytes | None, n: int) -> None:
         self.requests += 1
         try:
             stream = self.fleet.dispatch(
-                request(self.requests, tokens=tokens, affinity_key=key, deadline_s=30.0)
+                request(self.requests, tokens=tokens, affinity_key=key, deadline_s=30.0, n=n)
             )
         except (NoNode, NoCapacity):
             return
@@ -143,24 +146,23 @@ class Fleet(RuleBasedStateMachine):
     @rule(pick=picks, keep=st.integers(0, 3))
     def end_by_owner(self, pick: int, keep: int) -> None:
         stream = self.streams[pick % len(self.streams)]
-        if keep:
-            stream.finish(keep)
-        else:
+        lane = stream._flow.lanes[pick % len(stream._flow.lanes)]
+        if not keep:
             stream.abort()
+        elif lane.produced >= keep:
+            stream.finish(lane.index, keep)
 
     @precondition(lambda self: self.streams)
     @rule(pick=picks)
     def read_stream(self, pick: int) -> None:
         index = pick % len(self.streams)
-        burst = self.streams[index]._flow.take()
-        if burst is None:
-            return
-        if index in self.ends:
-            assert burst.tokens == [], "tokens after the end"
-            assert burst.end is self.ends[index], "a stream ended twice"
-        elif burst.end is not None:
-            self.ends[index] = burst.end
-        self.read_by[index] = self.read_by.get(index, 0) + len(burst.tokens)
+        for burst in self.streams[index].take():
+            lane = index, burst.index
+            if lane in self.ends:
+                assert burst.tokens == [], "tokens after the end"
+                assert burst.end is self.ends[lane], "a stream ended twice"
+            elif burst.end is not None:
+                self.ends[lane] = burst.end
 
     @invariant()
     def books_agree(self) -> None:
@@ -168,11 +170,15 @@ class Fleet(RuleBasedStateMachine):
             return
         flows = [stream._flow for stream in self.streams]
         for flow in flows:
-            placed = flow.session is not None and flow.session.live.get(flow.lane) is flow
-            assert placed == (flow.end is None), "a flow is live in one place until it ends"
-            assert flow.end is None or flow.credit == 0
+            live = [] if flow.session is None else list(flow.session.live.values())
+            for lane in flow.lanes:
+                assert (lane in live) == (lane.end is None), "live in one place until it ends"
+            assert flow.num_live == sum(lane.end is None for lane in flow.lanes)
+            assert not flow.is_over or flow.credit == 0
             assert 1 <= flow.attempt <= 3
             assert flow.attempt == len(flow.tried)
+            if len({*map(type, [lane.end for lane in flow.lanes])} & {type(None), wire.Failed}) > 1:
+                raise AssertionError("a request fails whole")
         for node in self.fleet._node_by_id.values():
             session = node.session
             if session is not None:
@@ -189,9 +195,7 @@ class Fleet(RuleBasedStateMachine):
             return
         for stream in self.streams:
             stream.abort()
-            burst = stream._flow.take()
-            assert burst is not None
-            assert burst.end is not None
+            assert all(lane.end is not None for lane in stream._flow.lanes)
         for node in self.nodes.values():
             if self.linked(node.node_id):
                 for lane in node.lanes():

@@ -85,7 +85,7 @@ async def test_a_request_over_a_real_link() -> None:
             submit = await receive(socket)
             await socket.send(wire.encode(wire.Step(0, 1, list(submit.lanes), [42])))
             async with asyncio.timeout(WAIT_S):
-                assert (await stream.next()).tokens == [42]
+                assert (await stream.next())[0].tokens == [42]
         assert await receive(socket) == wire.Abort(submit.lanes)
 
 
@@ -162,7 +162,7 @@ async def test_an_oversized_frame_ends_the_link() -> None:
         header = b"\x82\xff" + (wire.MAX_FRAME_BYTES + 1).to_bytes(8, "big") + bytes(4)
         socket.transport.write(header)  # only the header: nothing of the body is waited for
         async with asyncio.timeout(WAIT_S):
-            end = (await stream.next()).end
+            end = (await stream.next())[0].end
         assert isinstance(end, wire.Failed)
         assert "1009" in end.message
         assert (await close_of(socket))[0] == 1009
@@ -181,7 +181,7 @@ async def test_a_flood_of_junk_neither_ends_the_link_nor_starves_the_others() ->
             submit = await receive(quiet)
             await quiet.send(wire.encode(wire.Step(0, 1, list(submit.lanes), [1])))
             async with asyncio.timeout(WAIT_S):
-                assert (await stream.next()).tokens == [1]
+                assert (await stream.next())[0].tokens == [1]
         await until(lambda: fleet.skipped_frames == 3000)
         assert {view.state for view in fleet.nodes()} == {"ready"}
 
@@ -195,7 +195,7 @@ async def test_a_cut_socket_fails_its_streams_at_once() -> None:
         stream = fleet.dispatch(request(1))
         socket.transport.abort()
         async with asyncio.timeout(WAIT_S):
-            end = (await stream.next()).end
+            end = (await stream.next())[0].end
     assert isinstance(end, wire.Failed)
     assert end.code == "node_lost"
 
@@ -212,7 +212,7 @@ async def test_a_silent_node_with_an_open_socket_is_lost() -> None:
             clock.now += 0.1
             fleet.tick()
         async with asyncio.timeout(WAIT_S):
-            end = (await stream.next()).end
+            end = (await stream.next())[0].end
         assert isinstance(end, wire.Failed)
         assert end.code == "node_lost"
         code, reason = await close_of(socket)

@@ -1,0 +1,224 @@
+"""`kagari admin …`: the operator's commands and flags, answered by a running gateway."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from gateway.cli.admin_call import Admin
+
+AsJson = Annotated[bool, typer.Option("--json", help="The gateway's answer, as it is.")]
+Tenant = Annotated[str | None, typer.Option(help="Only this tenant.")]
+KeyId = Annotated[str | None, typer.Option(help="Only the key with this id.")]
+Model = Annotated[str | None, typer.Option(help="Only this model.")]
+
+admin_app = typer.Typer(
+    help="Ask and steer a running gateway. Exit 0: done; 1: the answer is no, or nobody answers; "
+    "2: change the command line or the token.",
+    no_args_is_help=True,
+)
+keys_app = typer.Typer(help="API keys of a running gateway.", no_args_is_help=True)
+admin_app.add_typer(keys_app, name="keys")
+
+
+@admin_app.callback()
+def connect(
+    context: typer.Context,
+    home: Annotated[
+        Path | None, typer.Option(help="Home of the gateway (also KAGARI_HOME).")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Admin address; default: from home.")] = None,
+    token: Annotated[str | None, typer.Option(help="Operator's token; default: from home.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File that holds the token.")] = None,
+) -> None:
+    def admin() -> Admin:
+        from gateway.cli.admin_call import find_admin
+
+        return find_admin(home=home, url=url, token=token, token_file=token_file)
+
+    context.obj = admin  # called by a command, so that its --help needs no gateway
+
+
+@keys_app.command("list")
+def keys_list(context: typer.Context, as_json: AsJson = False) -> None:
+    """All keys, revoked ones too, oldest first."""
+    from gateway.cli.admin_tables import show_keys
+
+    admin: Admin = context.obj()
+    keys = admin.pages("/keys", {}, "keys", limit=None)
+    admin.show(keys, show_keys, as_json=as_json)
+
+
+@keys_app.command("create")
+def keys_create(
+    context: typer.Context,
+    name: str,
+    tenant: Annotated[str, typer.Option(help="Who is billed and limited.")] = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Create a key; its secret is shown this once."""
+    from gateway.cli.admin_tables import show_new_key
+
+    admin: Admin = context.obj()
+    made = admin.ask("POST", "/keys", body={"name": name, "tenant": tenant})
+    admin.show(made, show_new_key, as_json=as_json)
+
+
+@keys_app.command("show")
+def keys_show(context: typer.Context, key: str, as_json: AsJson = False) -> None:
+    """One key, by its id or a live one's name."""
+    from gateway.cli.admin_tables import show_key
+
+    admin: Admin = context.obj()
+    admin.show(admin.ask("GET", "/keys", key), show_key, as_json=as_json)
+
+
+@keys_app.command("rename")
+def keys_rename(context: typer.Context, key: str, name: str, as_json: AsJson = False) -> None:
+    """Give a live key another name; its id and its secret stay."""
+    from gateway.cli.admin_tables import show_key
+
+    admin: Admin = context.obj()
+    renamed = admin.ask("PATCH", "/keys", key, body={"name": name})
+    admin.show(renamed, show_key, as_json=as_json)
+
+
+@keys_app.command("revoke")
+def keys_revoke(context: typer.Context, key: str, as_json: AsJson = False) -> None:
+    """End a key, here at once and in other gateways of this home within a second."""
+    from gateway.cli.admin_tables import show_key
+
+    admin: Admin = context.obj()
+    admin.show(admin.ask("DELETE", "/keys", key), show_key, as_json=as_json)
+
+
+@admin_app.command()
+def usage(
+    context: typer.Context,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(help="day, tenant, key or model; repeat to combine. Default: day."),
+    ] = None,
+    since: Annotated[str | None, typer.Option("--from", help="First day, as 2026-01-31.")] = None,
+    until: Annotated[str | None, typer.Option("--to", help="Last day.")] = None,
+    tenant: Tenant = None,
+    key: KeyId = None,
+    model: Model = None,
+    as_json: AsJson = False,
+) -> None:
+    """Requests, tokens, cached share, cost and what caching saved."""
+    from gateway.cli.admin_tables import show_usage
+
+    admin: Admin = context.obj()
+    query = {"from": since, "to": until, "tenant": tenant, "key": key, "model": model}
+    answer = admin.ask("GET", "/usage", query={"group_by": ",".join(by or ["day"]), **query})
+    admin.show(answer, show_usage, as_json=as_json)
+
+
+@admin_app.command()
+def requests(
+    context: typer.Context,
+    limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 50,
+    since: Annotated[
+        str | None, typer.Option("--from", help="Started at or after, as 2026-01-31T12:00:00Z.")
+    ] = None,
+    until: Annotated[str | None, typer.Option("--to", help="Started before.")] = None,
+    tenant: Tenant = None,
+    key: KeyId = None,
+    model: Model = None,
+    status: Annotated[
+        Literal["open", "ok", "client_left", "failed", "orphaned"] | None,
+        typer.Option(help="Only those that ended so."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Rows of the ledger, newest first."""
+    from gateway.cli.admin_tables import show_requests
+
+    admin: Admin = context.obj()
+    query = {"from": since, "to": until, "tenant": tenant, "key": key, "model": model}
+    rows = admin.pages("/requests", {**query, "status": status}, "requests", limit=limit)
+    admin.show(rows, show_requests, as_json=as_json)
+
+
+@admin_app.command()
+def request(context: typer.Context, request_id: str, as_json: AsJson = False) -> None:
+    """One request: its row, its tries, and how its charge was worked out."""
+    from gateway.cli.admin_tables import show_request
+
+    admin: Admin = context.obj()
+    admin.show(admin.ask("GET", "/requests", request_id), show_request, as_json=as_json)
+
+
+@admin_app.command()
+def nodes(context: typer.Context, as_json: AsJson = False) -> None:
+    """Every node: state, load and pages of its engines."""
+    from gateway.cli.admin_tables import show_nodes
+
+    admin: Admin = context.obj()
+    admin.show(admin.ask("GET", "/nodes")["nodes"], show_nodes, as_json=as_json)
+
+
+@admin_app.command()
+def node(context: typer.Context, node_id: str, as_json: AsJson = False) -> None:
+    """One node."""
+    from gateway.cli.admin_tables import show_nodes
+
+    admin: Admin = context.obj()
+    admin.show(
+        admin.ask("GET", "/nodes", node_id), lambda found: show_nodes([found]), as_json=as_json
+    )
+
+
+@admin_app.command()
+def drain(context: typer.Context, node_id: str, as_json: AsJson = False) -> None:
+    """Send a node nothing new; what runs there goes on."""
+    from gateway.cli.admin_tables import show_drain
+
+    admin: Admin = context.obj()
+    admin.show(admin.ask("POST", "/nodes", node_id, "drain"), show_drain, as_json=as_json)
+
+
+@admin_app.command()
+def undrain(context: typer.Context, node_id: str, as_json: AsJson = False) -> None:
+    """Send a node new requests again."""
+    from gateway.cli.admin_tables import show_drain
+
+    admin: Admin = context.obj()
+    admin.show(admin.ask("POST", "/nodes", node_id, "undrain"), show_drain, as_json=as_json)
+
+
+@admin_app.command()
+def prices(context: typer.Context, as_json: AsJson = False) -> None:
+    """The price table in force."""
+    from gateway.cli.admin_tables import show_prices
+
+    admin: Admin = context.obj()
+    admin.show(admin.ask("GET", "/prices"), show_prices, as_json=as_json)
+
+
+@admin_app.command()
+def sessions(
+    context: typer.Context,
+    value: Annotated[str | None, typer.Argument(help="What the client sent.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model it asked.")] = None,
+    tenant: Annotated[str, typer.Option(help="Whose key it had.")] = "default",
+    digest: Annotated[str | None, typer.Option(help="`session` of a request's row.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find a session: its home, and where its prefix is resident."""
+    from gateway.cli.admin_call import misused
+    from gateway.cli.admin_tables import show_session
+
+    admin: Admin = context.obj()
+    if digest is not None and value is None:
+        found = admin.ask("GET", "/sessions", digest)
+    elif value is not None and model is not None and digest is None:
+        body = {"value": value, "model": model, "tenant": tenant}
+        found = admin.ask("POST", "/session-lookup", body=body)
+    else:
+        raise misused("VALUE", "what names no one session", "VALUE with --model, or --digest alone")
+    admin.show(found, show_session, as_json=as_json)

@@ -1,0 +1,162 @@
+"""The operator's answers as tables."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.cli.keys import when
+from gateway.cli.tables import plain_table, print_table
+from gateway.cli.usage import usd
+
+
+def show_keys(keys: Sequence[Any]) -> None:
+    table = plain_table("id", "name", "tenant", "created", "revoked")
+    for key in keys:
+        moments = when(key["created_at"]), when(key["revoked_at"])
+        table.add_row(key["key_id"], key["name"], key["tenant"], *moments)
+    print_table(table)
+
+
+def show_key(key: Any) -> None:
+    show_keys([key])
+
+
+def show_new_key(key: Any) -> None:
+    show_keys([key])
+    sys.stdout.write(f"{key['secret']}\nThe secret is not shown again.\n")
+
+
+def show_usage(answer: Any) -> None:
+    fields = {"day": "day", "tenant": "tenant", "key": "key_id", "model": "model"}
+    figures = ("requests", "failed", "prompt", "cached", "share", "completion", "cost USD")
+    table = plain_table(*answer["group_by"], *figures, "saved USD", show_footer=True)
+    for line in answer["lines"]:
+        table.add_row(*(line[fields[group]] for group in answer["group_by"]), *_figures(line))
+    footer = ["total", *[""] * (len(answer["group_by"]) - 1), *_figures(answer["total"])]
+    for column, text in zip(table.columns, footer, strict=True):
+        column.footer = text
+    print_table(table)
+    if answer["is_cut"]:
+        sys.stdout.write(f"the first {len(answer['lines'])} groups; the total is of all\n")
+
+
+def _figures(line: Any) -> tuple[str, ...]:
+    return (
+        str(line["requests"]),
+        str(line["failed"]),
+        f"{line['prompt_tokens']:,}",
+        f"{line['cached_tokens']:,}",
+        f"{line['cached_share']:.0%}",
+        f"{line['completion_tokens']:,}",
+        usd(line["charge_nano_usd"]),
+        usd(line["saved_nano_usd"]),
+    )
+
+
+def show_requests(rows: Sequence[Any]) -> None:
+    table = plain_table(
+        *("request", "started", "key", "model", "status", "node"),
+        *("prompt", "cached", "completion", "USD"),
+    )
+    for row in rows:
+        table.add_row(
+            row["request_id"],
+            when(row["started_at"]),
+            row["key_id"],
+            row["model"],
+            row["status"],
+            row["node"] or "-",
+            str(row["prompt_tokens"]),
+            str(row["cached_tokens"]),
+            str(row["completion_tokens"]),
+            usd(row["charge_nano_usd"]),
+        )
+    print_table(table)
+
+
+def show_request(row: Any) -> None:
+    show_requests([row])
+    sums = row["arithmetic"]
+    table = plain_table("tokens", "", "pico-USD a token", "pico-USD")
+    for term in sums["terms"]:
+        rate, amount = f"x {term['rate_pico_usd']:,}", f"{term['pico_usd']:,}"
+        table.add_row(str(term["tokens"]), term["what"], rate, amount)
+    table.add_row("", "", "sum", f"{sums['pico_usd']:,}")
+    print_table(table)
+    sys.stdout.write(
+        f"rounded half up to nano-USD: {usd(sums['charge_nano_usd'])} USD; "
+        f"without the cache {usd(sums['full_nano_usd'])}, saved {usd(sums['saved_nano_usd'])}\n"
+        f"prices {row['price_version']}, policy {row['policy_version']}, "
+        f"session {row['session'] or '-'}, first token {_seconds(row['ttft_s'])}\n"
+    )
+    for one in row["attempts"]:
+        sys.stdout.write(f"try {one['attempt']} on {one['node'] or '-'}: {one['outcome']}\n")
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"after {value:.3f} s"
+
+
+def show_nodes(nodes: Sequence[Any]) -> None:
+    table = plain_table(
+        *("node", "state", "in flight", "report", "model", "engine"),
+        *("waiting", "running", "backlog", "pages held", "cached", "free", "resident"),
+    )
+    for node in nodes:
+        own = (
+            node["node_id"], node["state"], str(node["in_flight"]), f"{node['report_age_s']:.1f} s",
+        )  # fmt: skip
+        for engine in node["engines"] or [None]:
+            table.add_row(*own, *_engine_cells(engine))
+            own = ("", "", "", "")
+    print_table(table)
+
+
+def _engine_cells(engine: Any) -> tuple[str, ...]:
+    if engine is None:
+        return ()
+    report = engine["report"] or {}
+    names = ("waiting_sequences", "running_sequences")
+    pages = ("pages_held", "pages_cached", "pages_free")
+    return (
+        engine["info"]["model"],
+        report.get("state", "-"),
+        *(str(report.get(name, "-")) for name in names),
+        str(engine["backlog_tokens"]),
+        *(str(report.get(name, "-")) for name in pages),
+        str(engine["resident_pages"]),
+    )
+
+
+def show_drain(answer: Any) -> None:
+    is_draining = answer["draining"]
+    done = "takes nothing new" if is_draining else "is chosen again"
+    sys.stdout.write(f"{answer['node_id']} {done}\n")
+
+
+def show_prices(answer: Any) -> None:
+    table = plain_table("model", "input", "cached", "output", "date", "source")
+    for name, line in [*answer["models"].items(), ("any other", answer["default"])]:
+        usd_per_million = line["usd_per_million_tokens"]
+        rates = (usd_per_million[what] for what in ("input", "cached", "output"))
+        table.add_row(name, *rates, line["date"], line["source"])
+    print_table(table)
+    sys.stdout.write(f"USD per 1,000,000 tokens; version {answer['version']}, {answer['origin']}\n")
+
+
+def show_session(answer: Any) -> None:
+    idle_s = max(0.0, time.time() - answer["last_seen"])
+    places = ", ".join(
+        f"{one['node_id']} engine {one['engine']} ({', '.join(one['tiers'])})"
+        for one in answer["resident"]
+    )
+    sys.stdout.write(
+        f"session   {answer['session']}\n"
+        f"home      {answer['home']} since {when(answer['home_since'])}\n"
+        f"last seen {when(answer['last_seen'])}, {idle_s:.0f} s ago\n"
+        f"resident  {places or 'nowhere that is known'}"
+        f" ({answer['prompt_pages']} pages of its last prompt)\n"
+    )
