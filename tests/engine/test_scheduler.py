@@ -12,6 +12,7 @@ import pytest
 
 from engine.config import ScheduleConfig
 from engine.schedule.events import (
+    PromptTold,
     SequenceEvent,
     SequenceFailed,
     SequenceFinished,
@@ -288,6 +289,30 @@ def test_a_preempted_fork_with_tokens_resumes_its_own_history() -> None:
     assert bench.tokens(1) == alone(ids(9), 20)
     for fork in (2, 3):
         assert bench.tokens(fork) == alone(ids(9), 20, seed=fork)
+
+
+def test_the_copied_page_is_found_once_it_seals() -> None:
+    bench = Bench()
+    _apply(bench, _lead_and_fork(bench, 7, max_tokens=2))
+    bench.drain()
+    bench.submit(3, array("I", [*ids(7), *bench.tokens(2), 5]))
+    bench.drain()
+    assert bench.cached(3) == 8
+
+
+def test_a_resumed_prompt_reads_no_cached_page_that_it_has_yet_to_tell_of() -> None:
+    bench = Bench(step_tokens=7, max_running=4)
+    bench.submit(1, ids(30))
+    bench.drain()
+    bench.submit(2, ids(30), prompt_logprobs=0)
+    bench.step()  # told of tokens 1 to 7; token 8 is told by the last token of the second page
+    bench.scheduler._preempt(bench.scheduler._running[2], set())
+    bench.drain()
+    told = [event for event in bench.events if isinstance(event, PromptTold)]
+    positions = [at for part in told for at in range(part.start, part.start + len(part.entries))]
+    assert positions == list(range(1, 30))
+    starts = [row.start for plan in bench.runner.plans for row in plan.rows if row.sequence_id == 2]
+    assert starts[:2] == [0, 4], "the page before what is told may be read"
 
 
 def test_waiting_forks_count_one_token_of_load() -> None:

@@ -123,7 +123,6 @@ def test_a_lane_is_a_lone_request_with_the_next_seed(
     found, bench = run(tiny_runner, [work])
     for lane in range(4):
         assert found[lane] == alone(tiny_runner, work, seed=lane)
-    assert len({tuple(each.tokens) for each in found}) == 4
     cached = [rare.cached_tokens for _, rare in bench.rare if isinstance(rare, wire.Started)]
     assert cached == [0, *[length - 1] * 3]
 
@@ -213,6 +212,11 @@ def test_logprobs_are_those_of_transformers(
             zip(found.logprobs, found.tokens, strict=True), len(prompt)
         ):
             compare(entry, expected[at - 1], token, sampling.logprobs)
+
+
+def test_lanes_draw_differently(peer_and_runner: tuple[Any, ModelRunner]) -> None:
+    found, _ = run(peer_and_runner[1], [Work(prompt_of(37), RANDOM, lanes=4)])
+    assert len({tuple(each.tokens) for each in found}) == 4
 
 
 def test_a_whole_chunks_prompt_logits_are_never_held_at_once(
