@@ -131,7 +131,7 @@ class _Streamed:
     def _written(self, turns: Sequence[Turn]) -> bytes:
         data = b""
         for turn in turns:
-            if turn.index in self._unopened:
+            if self._unopened and turn.index in self._unopened:
                 self._unopened.discard(turn.index)
                 data += self._dialect.opening(turn.index)
             data += self._dialect.turn(turn)

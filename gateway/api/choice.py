@@ -68,6 +68,7 @@ class Choice:
         self._echo = echo
         self._has_logprobs = has_logprobs
         self._drops_output = drops_output
+        self._is_rare = has_logprobs or drops_output or echo is not None
         self._untold: deque[tuple[int, TokenLogprob]] = deque()
         self._text_begins = 0 if echo is None else len(echo.text)
 
@@ -96,7 +97,7 @@ class Choice:
                     failure = fault(code)
                 case never:
                     assert_never(never)
-        if self._has_logprobs or self._echo is not None or self._drops_output:
+        if self._is_rare:
             return self._rare_turn(burst, stream, text, failure)
         return Turn(self.index, self._deltas(text), self.reason, failure)
 

@@ -17,11 +17,13 @@ from gateway.api.completion_begin import Prompt, begin, enter, find_served, toke
 from gateway.api.completions_request import read_completion_request
 from gateway.api.exchange import Exchange
 from gateway.api.off_loop import off_loop
-from gateway.api.sampling_request import invalid
+from gateway.api.sampling_request import SamplingRequest, invalid
 from gateway.api.sse import TextChunks
 from gateway.nodes.views import ServedModel
 from gateway.services import Services
 from gateway.text.model import TextModel
+
+MAX_TOLD = 1_000_000  # about 0.3 GB while they are made into text
 
 
 async def completions(services: Services, exchange: Exchange) -> None:
@@ -35,6 +37,7 @@ async def completions(services: Services, exchange: Exchange) -> None:
             await _prompt(services, served, field, prompt, has_echo=request.echo)
             for field, prompt in request.prompts
         ]
+        _check_told(request.sampling, prompts)
         run = await begin(
             services,
             exchange,
@@ -90,6 +93,21 @@ async def _prompt(
     if not has_echo:
         return Prompt(ids, field)
     return Prompt(ids, field, await off_loop(len(ids), lambda: _echo(text, prompt, ids)))
+
+
+def _check_told(sampling: SamplingRequest, prompts: Sequence[Prompt]) -> None:
+    """What is told of prompts is held until it is sent, so it is bounded."""
+    if sampling.prompt_logprobs is None:
+        return
+    num_tokens = sum([len(prompt.ids) for prompt in prompts])
+    told = num_tokens * sampling.n * (1 + sampling.prompt_logprobs)
+    if told > MAX_TOLD:
+        raise invalid(
+            "logprobs",
+            f"{told} log probabilities of {num_tokens} prompt tokens",
+            f"at most {MAX_TOLD} in one answer",
+            "ask for fewer beside each token, or send fewer prompts at a time",
+        )
 
 
 def _echo(text: TextModel, prompt: str | Sequence[int], ids: array[int]) -> Echo:

@@ -68,7 +68,9 @@ class ChatChunks:
         if turn.tokens and self._token_bytes is not None:
             data = self._with_logprobs(turn, chat_logprobs(turn.tokens, self._token_bytes))
         else:
-            data = b"".join([self.content(delta.text, turn.index) for delta in turn.deltas])
+            data = b""
+            for delta in turn.deltas:
+                data += self.content(delta.text, turn.index)
         return data if turn.reason is None else data + self.finish(turn.reason, turn.index)
 
     def _with_logprobs(self, turn: Turn, logprobs: dict[str, object]) -> bytes:

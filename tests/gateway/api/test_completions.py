@@ -227,6 +227,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"best_of": 1, "n": 2}, "invalid_request", "best_of"),
     ({"logprobs": 21}, "invalid_request", "logprobs"),
     ({"logprobs": True}, "invalid_request", "logprobs"),
+    ({"logprobs": 20, "echo": True, "prompt": "x" * 50_000}, "invalid_request", "logprobs"),
     ({"max_tokens": 0}, "invalid_request", "max_tokens"),
     ({"max_tokens": -1, "echo": True}, "invalid_request", "max_tokens"),
     ({"min_tokens": 17}, "invalid_request", "min_tokens"),

@@ -151,3 +151,47 @@ def test_every_token_of_the_default_model_decodes_as_the_library_does(
     assert in_chunks(detokenizer, [[token] for token in ids]) == tokenizer.decode(ids)
     ids = tokenizer.encode(TEXT).ids
     assert in_chunks(detokenizer, [[token] for token in ids]) == TEXT.replace("<|im_end|>", "")
+
+
+# --- single tokens -----------------------------------------------------------------------------
+
+
+@given(text=st.text(max_size=40))
+def test_the_bytes_of_single_tokens_are_those_of_the_text(
+    tiny: Tokenizer, tiny_detokenizer: Detokenizer, text: str
+) -> None:
+    ids = tiny.encode(text, add_special_tokens=False).ids
+    assert b"".join(map(tiny_detokenizer.token_bytes, ids)) == text.encode()
+    pieces = tiny_detokenizer.pieces(ids)
+    assert len(pieces) == len(ids)
+    assert "".join(pieces) == text
+
+
+@given(text=st.text("ab é日🙂\n", max_size=40))
+def test_single_tokens_keep_the_space_that_a_decoder_strips(
+    metaspace: Tokenizer, metaspace_detokenizer: Detokenizer, text: str
+) -> None:
+    ids = metaspace.encode(text, add_special_tokens=False).ids
+    whole = b"".join(map(metaspace_detokenizer.token_bytes, ids)).decode()
+    assert whole.removeprefix(" ") == metaspace.decode(ids)
+    assert "".join(metaspace_detokenizer.pieces(ids)) == whole
+
+
+def test_special_tokens_have_their_names_and_ids_of_no_token_nothing(
+    tiny: Tokenizer, tiny_detokenizer: Detokenizer, metaspace_detokenizer: Detokenizer
+) -> None:
+    for detokenizer in (tiny_detokenizer, metaspace_detokenizer):
+        end = detokenizer._tokenizer.token_to_id("<|im_end|>")
+        assert detokenizer.token_bytes(end) == b"<|im_end|>"
+        assert detokenizer.token_bytes(99_999) == b""
+    tool_call = tiny.token_to_id("<tool_call>")
+    assert tool_call is not None
+    assert tiny_detokenizer.token_bytes(tool_call) == b"<tool_call>"
+
+
+def test_part_of_a_character_goes_with_the_token_that_ends_it(
+    tiny_detokenizer: Detokenizer, tiny: Tokenizer
+) -> None:
+    ids = [tiny.token_to_id(char) for char in "ðŁĻĤ"]  # the bytes of one emoji, one a token
+    assert tiny_detokenizer.pieces(ids) == ["", "", "", "🙂"]
+    assert tiny_detokenizer.pieces(ids[:2]) == ["", "\ufffd"]
