@@ -166,6 +166,20 @@ def test_client_that_left_and_comes_back_joins(gateway, post, key, stream) -> No
     assert [row[1] for row in rows(gateway)[before:]] == ["ok"]
 
 
+def test_client_that_came_back_is_not_aborted_when_the_grace_would_have_ended(
+    tmp_path, start, key
+) -> None:
+    body = body_of({"say": "x" * 60, "delay_s": 0.05}, stream=True)  # 3 s
+    with start(tmp_path, config_of(leave_grace_s=1.0)) as running, running.client() as client:
+        sock = open_request(running, body, key)
+        read_until(sock, b'"content":"x"')
+        sock.close()
+        wait_for(lambda: [e for e in running.log_lines() if e.get("client_left")])
+        reply = client.post(CHAT, content=body, headers=key)
+        assert reply.content.endswith(b"[DONE]\n\n")
+        assert [row[1] for row in rows(running)] == ["ok"]
+
+
 def test_client_that_left_and_comes_back_after_the_end_gets_the_whole_answer(
     gateway, post, key
 ) -> None:
