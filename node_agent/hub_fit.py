@@ -1,4 +1,4 @@
-"""What a model will need of this machine, from its files' sizes and its config alone."""
+"""What a model will need of this machine's memory and disk, from its config alone."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ from pathlib import Path
 
 from msgspec import Struct
 
-WEIGHT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-HELD_BYTES = 2  # of a weight in memory: bf16
 HEAD_BYTES = 4  # of the matrix that gives logits: fp32, beside an embedding that it is tied to
 KV_BYTES = 2  # bf16
+# GGUF's name behind the architecture → config.json's.
+GGUF_NAMES = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+}
 
 
 class Fit(Struct, frozen=True):
@@ -24,38 +31,53 @@ class Fit(Struct, frozen=True):
     kv_tokens_that_fit: int | None  # beside the weights
 
 
-def fit(config: Mapping[str, object] | None, *, checkpoint_bytes: int, folder: Path) -> Fit:
-    """config is config.json's content, None where the model has none (GGUF)."""
-    weights = kv = tokens = None
-    memory = memory_available_bytes()
-    if config is not None:
-        text = config.get("text_config")
-        values = {**config, **text} if isinstance(text, dict) else dict(config)
-        kv = _kv_bytes_per_token(values)
-        weights = _weights_bytes(values, checkpoint_bytes)
-    if kv and weights is not None:
-        tokens = max(0, memory - weights) // kv
+def fit(config: Mapping[str, object] | None, folder: Path, *, proc: Path = Path("/proc")) -> Fit:
+    """config is what config.json holds, None where nobody knows it."""
+    memory = _memory_available_bytes(proc)
+    text = (config or {}).get("text_config")
+    values = {**(config or {}), **(text if isinstance(text, dict) else {})}
+    weights, kv = _weights_bytes(values, _weight_bytes(proc)), _kv_bytes_per_token(values)
+    tokens = None if weights is None or kv is None else max(0, memory - weights) // kv
     return Fit(shutil.disk_usage(_existing(folder)).free, memory, weights, kv, tokens)
 
 
+def gguf_config(metadata: Mapping[str, object]) -> dict[str, object]:
+    """The part of a config that a GGUF header tells under other names."""
+    architecture = metadata.get("general.architecture")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    config = {
+        name: metadata.get(f"{architecture}.{gguf_name}") for gguf_name, name in GGUF_NAMES.items()
+    }
+    return {**config, "vocab_size": len(tokens) if isinstance(tokens, list) else None}
+
+
 def _kv_bytes_per_token(values: Mapping[str, object]) -> int | None:
-    layers, heads = _count(values, "num_hidden_layers"), _count(values, "num_attention_heads")
-    hidden = _count(values, "hidden_size")
-    if layers is None or heads is None:
-        return None
-    kv_heads = _count(values, "num_key_value_heads") or heads
-    width = _count(values, "head_dim") or (hidden // heads if hidden else None)
-    return None if width is None else 2 * layers * kv_heads * width * KV_BYTES
+    layers, heads = _count(values, "num_hidden_layers"), _heads(values)
+    return None if layers is None or heads is None else 2 * layers * heads[1] * heads[2] * KV_BYTES
 
 
-def _weights_bytes(values: Mapping[str, object], checkpoint_bytes: int) -> int | None:
-    kind = values.get("torch_dtype", values.get("dtype"))
-    each = WEIGHT_BYTES.get(str(kind))
-    if each is None:
+def _weights_bytes(values: Mapping[str, object], weight_bytes: int) -> int | None:
+    """Embedding, projections of attention and of the feed-forward, head; norms are too small."""
+    layers, hidden = _count(values, "num_hidden_layers"), _count(values, "hidden_size")
+    ffn, vocab, heads = (
+        _count(values, "intermediate_size"),
+        _count(values, "vocab_size"),
+        _heads(values),
+    )
+    if layers is None or hidden is None or ffn is None or vocab is None or heads is None:
         return None
-    head = (_count(values, "vocab_size") or 0) * (_count(values, "hidden_size") or 0)
-    is_tied = values.get("tie_word_embeddings") is True
-    return checkpoint_bytes // each * HELD_BYTES + head * (HEAD_BYTES - HELD_BYTES * (not is_tied))
+    num_heads, kv_heads, width = heads
+    layer = 2 * hidden * (num_heads + kv_heads) * width + 3 * hidden * ffn
+    return (vocab * hidden + layers * layer) * weight_bytes + vocab * hidden * HEAD_BYTES
+
+
+def _heads(values: Mapping[str, object]) -> tuple[int, int, int] | None:
+    """(heads, those of keys and values, width of one)."""
+    heads, hidden = _count(values, "num_attention_heads"), _count(values, "hidden_size")
+    if heads is None:
+        return None
+    width = _count(values, "head_dim") or (hidden // heads if hidden else 0)
+    return (heads, _count(values, "num_key_value_heads") or heads, width) if width else None
 
 
 def _count(values: Mapping[str, object], key: str) -> int | None:
@@ -63,9 +85,14 @@ def _count(values: Mapping[str, object], key: str) -> int | None:
     return found if isinstance(found, int) and 0 < found < 1 << 40 else None
 
 
-def memory_available_bytes() -> int:
+def _weight_bytes(proc: Path) -> int:
+    """bf16 where the CPU multiplies it, as the engine chooses."""
+    return 2 if "avx512_bf16" in (proc / "cpuinfo").read_text() else 4
+
+
+def _memory_available_bytes(proc: Path) -> int:
     """What Linux says it could give without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    for line in (proc / "meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
             return int(rest.split()[0]) * 1024

@@ -177,9 +177,7 @@ def still_to_fetch_bytes(name: HubName, listing: Listing, folder: Path) -> int:
 
 
 def read_config(name: HubName, listing: Listing, http: HubHttp) -> dict[str, object] | None:
-    """config.json as the hub has it; None where the model has none."""
-    if not any(file.path == "config.json" for file in listing.choice.files):
-        return None
+    """config.json as the hub has it, of GGUF repositories too; None where there is none."""
     try:
         body, _ = http.get_json(_resolve_path(name, listing.commit, "config.json"))
         return msgspec.json.decode(body, type=dict[str, object])

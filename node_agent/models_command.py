@@ -22,7 +22,8 @@ from node_agent.checkpoints import (
 )
 from node_agent.config import default_home
 from node_agent.errors import NodeError
-from node_agent.hub_fit import fit
+from node_agent.gguf import read_gguf
+from node_agent.hub_fit import fit, gguf_config
 from node_agent.hub_pull import list_model, pulled_names, read_config, still_to_fetch_bytes
 from node_agent.pull import PIP_FETCH, pull
 
@@ -98,6 +99,8 @@ def _would_pull(checkpoint: Checkpoint, folder: Path) -> dict[str, object]:
         total, form = file.download_bytes, checkpoint.format
         need = 0 if checkpoint.is_present else total
         disk_bytes = need + file.file_bytes * (not checkpoint.is_present)
+        if checkpoint.is_present:
+            config = gguf_config(read_gguf(checkpoint.path).metadata)
     else:
         raise NodeError(
             f"pull {checkpoint.name}",
@@ -105,7 +108,7 @@ def _would_pull(checkpoint: Checkpoint, folder: Path) -> dict[str, object]:
             allowed="a catalogue name or ORG/NAME of a hub",
             remedy="serve it as it is",
         )
-    found = fit(config, checkpoint_bytes=total, folder=folder)
+    found = fit(config, folder)
     return {
         "name": checkpoint.name,
         "commit": commit,
@@ -159,8 +162,9 @@ def _table(answer: object) -> str:
     if isinstance(answer, dict):
         width = max(len(key) for key in answer)
         return "".join(
-            f"{key:<{width}}  {_size(value) if key.endswith('bytes') and value else _cell(value)}\n"
+            f"{key if place == 0 else '':<{width}}  {cell}\n"
             for key, value in answer.items()
+            for place, cell in enumerate(_cells(key, value))
         )
     columns = ("name", "present", "context_tokens", "bytes", "licence", "labels")
     rows = [columns, *(tuple(_cell(row[column]) for column in columns) for row in answer)]
@@ -170,6 +174,15 @@ def _table(answer: object) -> str:
         for row in rows
     )
     return "".join(line.rstrip() + "\n" for line in lines)
+
+
+def _cells(key: str, value: object) -> list[str]:
+    """One line for each file, one for all else."""
+    if key == "files" and isinstance(value, list):
+        return [str(file) for file in value]
+    if key.endswith("bytes") and isinstance(value, int):
+        return [_size(value)]
+    return [_cell(value)]
 
 
 def _cell(value: object) -> str:

@@ -20,7 +20,6 @@ from node_agent.catalogue import load_catalogue
 from node_agent.checkpoints import ensure, resolve
 from node_agent.errors import NodeError
 from node_agent.hub import HubName, HubSettings, parse_hub_name
-from node_agent.hub_fit import fit
 from node_agent.hub_http import HubHttp, HubTiming
 from node_agent.hub_pull import Record, pull_from_hub, read_record, record_path
 from tests.node_agent.hub_server import FakeHub
@@ -34,7 +33,7 @@ CONFIG = {
     "head_dim": 16,
     "hidden_size": 64,
     "vocab_size": 1000,
-    "torch_dtype": "bfloat16",
+    "intermediate_size": 96,
     "max_position_embeddings": 128,
 }
 FILES = {
@@ -488,24 +487,3 @@ def test_a_stop_while_another_pulls_ends_the_wait(
         checkpoints.pull_hub(place, progress=stop, refresh=False)
     first.join(30)
     assert read_record(named(), environment) is not None
-
-
-# --- what fits -----------------------------------------------------------------------------------
-
-
-def test_the_fit_is_counted_from_the_config(tmp_path: Path) -> None:
-    found = fit(CONFIG, checkpoint_bytes=1_000_000, folder=tmp_path / "not" / "yet")
-    assert found.weights_bytes == 1_000_000 + 1000 * 64 * 2
-    assert found.kv_bytes_per_token == 256
-    assert found.kv_tokens_that_fit == (found.memory_available_bytes - found.weights_bytes) // 256
-    assert found.disk_free_bytes > 0
-    nested = {"text_config": {**CONFIG, "torch_dtype": "float32"}, "tie_word_embeddings": True}
-    tied = fit(nested, checkpoint_bytes=1_000_000, folder=tmp_path)
-    assert tied.weights_bytes == 500_000 + 1000 * 64 * 4
-
-
-def test_what_the_config_does_not_say_is_not_guessed(tmp_path: Path) -> None:
-    for config in (None, {}, {"num_hidden_layers": "two", "torch_dtype": "int3"}):
-        found = fit(config, checkpoint_bytes=10, folder=tmp_path)
-        assert (found.weights_bytes, found.kv_bytes_per_token) == (None, None)
-        assert found.kv_tokens_that_fit is None
