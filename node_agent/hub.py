@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from urllib.parse import quote
 
@@ -28,6 +29,7 @@ TEXTS = re.compile(
 # Which quantisation is taken when a repository has only GGUF files and none is named.
 GGUF_ORDER = ("Q8_0", "Q4_K_M", "Q6_K", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "BF16", "F16", "F32")
 MAX_TEXT_BYTES = 64 << 20
+MAX_KEY_CHARS = 200
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}"
 _NAME = re.compile(
@@ -48,7 +50,8 @@ class HubName:
     @property
     def key(self) -> str:
         """What of the repository is meant, fit to name a file."""
-        return quote(self.revision + (f":{self.file}" if self.file else ""), safe="")
+        key = quote(self.revision + (f":{self.file}" if self.file else ""), safe="")
+        return key if len(key) <= MAX_KEY_CHARS else sha256(key.encode()).hexdigest()
 
 
 def parse_hub_name(text: str) -> HubName | None:
@@ -151,15 +154,9 @@ def parse_tree(data: bytes) -> list[HubFile]:
         parts = entry.path.split("/")
         if entry.size < 0 or "\\" in entry.path or not all(parts) or {".", ".."} & set(parts):
             raise _strange("list of files", f"the path {entry.path!r} of {entry.size} bytes")
-        sha256 = entry.lfs.oid if entry.lfs else ""
-        files.append(
-            HubFile(
-                entry.path,
-                entry.size,
-                _hex(sha256, 64),
-                None if sha256 else _hex(entry.oid, 40),
-            )
-        )
+        stored = entry.lfs.oid if entry.lfs else ""
+        blob = None if stored else _hex(entry.oid, 40)
+        files.append(HubFile(entry.path, entry.size, _hex(stored, 64), blob))
     return files
 
 
@@ -254,9 +251,7 @@ def _preferred_gguf(name: HubName, files: Sequence[HubFile]) -> Choice:
         others = sorted({Path(file.path).suffix for file in files} & {".bin", ".pt", ".pth"})
         raise NodeError(
             f"--model {name.text}",
-            found=f"no file that can be served{' (only ' + ', '.join(others) + ')' * bool(others)}"
-            if others
-            else "no file that can be served",
+            found="no file that can be served" + f" (only {', '.join(others)})" * bool(others),
             allowed="model.safetensors (or all its shards and their index) or a .gguf file; "
             "files of pickle are never loaded, they may run code",
             remedy="name a repository with safetensors or GGUF",

@@ -220,6 +220,26 @@ def test_sentencepiece_merges_as_by_hand(text: str) -> None:
     assert ids_of(tokenizer_of_small(), text) == by_hand.ids(text)
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(st.text("ab", min_size=2, max_size=5), unique=True, max_size=15),
+    text=st.text("ab", max_size=25),
+)
+def test_any_pieces_with_any_scores_merge_as_by_hand(pieces: list[str], text: str) -> None:
+    tokens = ["a", "b", *BYTES, *pieces]
+    scores = [0.0] * (len(tokens) - len(pieces)) + [-float(place) for place in range(len(pieces))]
+    tokenizer = tokenizer_of(
+        {
+            "tokenizer.ggml.model": "llama",
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.scores": scores,
+            "tokenizer.ggml.token_type": [1] * len(tokens),
+            "tokenizer.ggml.add_space_prefix": False,
+        }
+    )
+    assert ids_of(tokenizer, text) == ByHand(tokens, scores).ids(text)
+
+
 @cache
 def tokenizer_of_small() -> Tokenizer:
     return tokenizer_of(small_vocabulary())

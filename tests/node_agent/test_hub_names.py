@@ -70,6 +70,16 @@ def test_no_name_leaves_its_folder(text: str) -> None:
         assert len(name.repo.split("/")) == 2
 
 
+def test_a_long_name_is_still_the_name_of_a_file() -> None:
+    keys = set()
+    for end in ("a", "b"):
+        name = parse_hub_name("o/n@" + "r/" * 60 + f"x:{'s/' * 60}{end}.gguf")
+        assert name is not None
+        keys.add(name.key)
+    assert len(keys) == 2
+    assert max(map(len, keys)) <= 200
+
+
 # --- who asks -----------------------------------------------------------------------------------
 
 

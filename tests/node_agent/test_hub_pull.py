@@ -13,15 +13,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from node_agent import checkpoints, hub_pull
 from node_agent.app import Stopped
 from node_agent.catalogue import load_catalogue
-from node_agent.checkpoints import ensure, resolve
+from node_agent.checkpoints import ensure, prepare, resolve
 from node_agent.errors import NodeError
 from node_agent.hub import HubName, HubSettings, parse_hub_name
 from node_agent.hub_http import HubHttp, HubTiming
 from node_agent.hub_pull import Record, pull_from_hub, read_record, record_path
+from policies.contract.bundle import decode_bundle
 from tests.node_agent.hub_server import FakeHub
 
 REPO = "org/tiny"
@@ -416,6 +418,30 @@ def test_a_whole_copy_needs_no_network(
     (again.path / "config.json").unlink()  # no longer whole
     with pytest.raises(NodeError, match="HF_HUB_OFFLINE"):
         ensure(resolve(REPO, catalogue, environment))
+
+
+def test_a_pulled_model_is_prepared_under_its_hub_name(
+    hub: FakeHub, environment: Path, tmp_path: Path
+) -> None:
+    letters = {letter: index for index, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    tokenizer = Tokenizer(models.BPE(letters, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    files = {
+        "config.json": json.dumps(CONFIG).encode(),
+        "tokenizer.json": tokenizer.to_str().encode(),
+        "generation_config.json": b'{"eos_token_id": [256]}',
+        "model.safetensors": WEIGHTS,
+    }
+    hub.add(REPO, files)
+    checkpoint = ensure(resolve(REPO, load_catalogue(), environment))
+    prepared = prepare(checkpoint, bundle_caches=(tmp_path / "bundles",))
+    assert (prepared.spec.name, prepared.spec.format) == (REPO, "safetensors")
+    assert prepared.spec.path == str(snapshot(hub, environment))
+    assert prepared.spec.identity.startswith(f"{REPO}@")
+    bundle = decode_bundle(prepared.bundle)
+    assert (bundle.context_tokens, bundle.stop_token_ids) == (128, (256,))
 
 
 def test_a_folder_of_that_name_goes_before_the_hub(
