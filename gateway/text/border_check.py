@@ -67,13 +67,15 @@ def _is_byte_level(pre_tokenizer: object) -> bool:
 
 
 def _is_sentencepiece(parsed: Json) -> bool:
-    """BPE on `▁` for spaces: such a normaliser treats what lies between added tokens by itself."""
-    kinds = {step.get("type") for step in _steps(parsed.get("normalizer"))}
-    return (
-        parsed.get("pre_tokenizer") is None
-        and parsed["model"].get("type") == "BPE"
-        and kinds <= {"Sequence", "Prepend", "Replace"}
-    )
+    """BPE on `▁` for spaces: these steps treat what lies between added tokens by itself."""
+    kinds = {
+        step.get("type")
+        for part in ("normalizer", "pre_tokenizer")
+        for step in _steps(parsed.get(part))
+    }
+    return parsed["model"].get("type") == "BPE" and kinds <= {
+        *("Sequence", "Prepend", "Replace", "Split")
+    }
 
 
 def _steps(step: object) -> Iterator[dict[str, Any]]:
