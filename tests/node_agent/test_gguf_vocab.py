@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, trainers
 
 from node_agent.bundle import gguf_bundle
 from node_agent.catalogue import load_catalogue
-from node_agent.checkpoints import models_folder, resolve
+from node_agent.checkpoints import ensure, models_folder, resolve
 from node_agent.errors import NodeError
 from node_agent.gguf import read_gguf
 from node_agent.gguf_vocab import BYTES, PRE_RULES, SPACE, gguf_tokenizer, read_vocabulary
@@ -35,8 +35,7 @@ def recorded() -> list[dict[str, object]]:
 
 @cache
 def file_values(name: str) -> Values:
-    checkpoint = resolve(name, load_catalogue(), models_folder())
-    assert checkpoint.path.exists(), f"python -m node_agent models pull {name}"
+    checkpoint = ensure(resolve(name, load_catalogue(), models_folder()))
     return read_gguf(checkpoint.path).metadata
 
 
