@@ -76,6 +76,7 @@ def serve(
     api_key_file: Annotated[Path | None, typer.Option(help="File that holds the key.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cuda or cpu.")] = None,
     compute: Annotated[str | None, typer.Option(help="exact (row-invariant).")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of weights: auto, bf16 or fp32.")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="auto, bf16 or fp32.")] = None,
     kv_device_tokens: Annotated[
         int | None, typer.Option(help="Tokens the KV pool of each engine holds.")
@@ -102,6 +103,7 @@ def serve(
     flags = {
         "--device": device,
         "--compute": compute,
+        "--dtype": dtype,
         "--kv-dtype": kv_dtype,
         "--kv-device-tokens": kv_device_tokens,
         "--step-tokens": step_tokens,
