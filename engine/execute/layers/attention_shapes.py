@@ -9,7 +9,7 @@ in use, and the limits within which they agree bit for bit are kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -73,8 +73,9 @@ def find_shapes(
         if probe.lengths_agree(least_keys):
             least_tokens = probe.least_tokens(least_keys)
             if least_tokens is not None:
-                may_skip = all(probe.starts_agree(window, least_keys) for window in windows)
-                return Shapes(probe.key_block, least_keys, least_tokens, may_skip)
+                shapes = Shapes(probe.key_block, least_keys, least_tokens)
+                may_skip = all(probe.starts_agree(window, shapes) for window in windows)
+                return replace(shapes, may_skip=may_skip)
     return None
 
 
@@ -142,7 +143,7 @@ class _Probe:
             least = tokens
         return least
 
-    def starts_agree(self, window: int, least_keys: int) -> bool:
+    def starts_agree(self, window: int, shapes: Shapes) -> bool:
         """A row behind one or two blocks that its window hides, with and without these."""
         for skipped in (self.key_block, 2 * self.key_block):
             for hidden in (skipped, skipped + 21, skipped + self.key_block - 1):
@@ -151,9 +152,10 @@ class _Probe:
                     continue  # nothing is skipped for so far in a context this short
                 whole = next(length for length in self.lengths if length >= seen)
                 rest = key_tiles(-(-(seen - skipped) // KEY_TILE)) * KEY_TILE
-                rest = min(max(rest, least_keys), self.lengths[-1] - skipped)
+                rest = min(max(rest, shapes.least_keys), self.lengths[-1] - skipped)
                 expected = self._attend(seen, 16, whole, 1, hidden=hidden)
-                for tokens, sequences in ((1, 1), (16, 1), (QUERY_TOKENS[-1], 1), (1, self._most)):
+                least = shapes.least_tokens
+                for tokens, sequences in ((least, 1), (QUERY_TOKENS[-1], 1), (least, self._most)):
                     found = self._attend(
                         seen, tokens, skipped + rest, sequences, hidden=hidden, skipped=skipped
                     )
