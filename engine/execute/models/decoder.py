@@ -22,6 +22,7 @@ from engine.execute.layers.row_tiles import RowTiles, admit
 from engine.execute.weights.facts import Checkpoint
 
 HEAD_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # logits are wide: few rows at a time
+MOST_LOGITS = 8 << 20  # of one product: a wide vocabulary takes fewer rows yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,9 +144,8 @@ class Decoder(ABC):
                 (layer.feed_forward, residual),
             ]
         )
-        head = admit(
-            [(lambda x: self._head(self._norm(x)), residual[: HEAD_SIZES[-1]])], sizes=HEAD_SIZES
-        )
+        sizes = [size for size in HEAD_SIZES if size * config.vocab_size <= MOST_LOGITS] or [1]
+        head = admit([(lambda x: self._head(self._norm(x)), residual[: sizes[-1]])], sizes=sizes)
         return body, head
 
     def _project(self, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
