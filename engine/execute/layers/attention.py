@@ -104,8 +104,6 @@ class Attention:
         )
         self.is_wide = shapes is not None
         self.shapes = shapes or Shapes()
-        # Keys that can be left out from the start on: whole blocks, whole pages.
-        self._stride = max(self.shapes.key_block, page_size)
 
     # --- planning ---------------------------------------------------------------------------
 
@@ -149,7 +147,9 @@ class Attention:
         """The key from which on a tile is computed whose first row is at that position."""
         if window is None or not self.shapes.may_skip:
             return 0
-        return max(0, position + 1 - window) // self._stride * self._stride
+        # Whole key blocks are left out, and whole pages.
+        stride = max(self.shapes.key_block, self.page_size)
+        return max(0, position + 1 - window) // stride * stride
 
     def _may_join(self, waiting: list[Span], span: Span, window: int | None) -> bool:
         if span.num_rows > 1 or waiting[0].num_rows > 1 or len(waiting) == MAX_SEQUENCES:

@@ -1,19 +1,15 @@
 """Every family and file format against transformers, and against itself however it is run."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from benchmarks.steps import Steps
 from engine.execute.models.registry import MODELS
-from engine.execute.runner import ModelRunner
 from engine.execute.weights import open_checkpoint
 from engine.execute.weights.families import FAMILIES
-from policies.contract.wire import Sampling
+from tests.engine.execute.family_checks import assert_equals_peer, run_every_way
 from tests.engine.execute.tiny_families import (
     GGUF_SHAPES,
     KINDS,
@@ -23,9 +19,7 @@ from tests.engine.execute.tiny_families import (
     write_gguf,
 )
 
-GAP = 1e-3  # of the two best logits, in fp32
 LENGTHS = (1, 17, 181)
-RANDOM = Sampling(max_tokens=99, temperature=1.3, top_p=0.95, top_k=40, seed=11)
 ALL_SHAPES = [
     pytest.param(family, name, id=f"{family}-{name}")
     for family, shapes in SHAPES.items()
@@ -42,52 +36,6 @@ GGUF_CASES = [
 
 def prompt_of(length: int, vocab: int = VOCAB) -> list[int]:
     return [(7 * at * at + 11 * at + 3) % vocab for at in range(length)]
-
-
-def peer_logits(peer: Any, ids: Sequence[int]) -> Tensor:
-    """fp32 [len(ids), vocab]."""
-    with torch.inference_mode():
-        return peer(torch.tensor([list(ids)])).logits[0].float()
-
-
-def agreed_steps(logits: Tensor, completion: Sequence[int], gap: float) -> int:
-    """Steps compared; asserts equality until the first whose best two logits are close."""
-    for step, (row, token) in enumerate(zip(logits, completion, strict=True)):
-        best = row.topk(2)
-        if float(best.values[0] - best.values[1]) < gap:
-            return step
-        assert token == int(best.indices[0]), f"step {step}, gap {best.values}"
-    return len(completion)
-
-
-def assert_equals_peer(
-    runner: ModelRunner,
-    peer: Any,
-    prompts: Sequence[Sequence[int]],
-    *,
-    tokens: int = 24,
-    atol: float = 1e-4,
-) -> None:
-    """Logits of every step within atol, and greedy tokens equal, of each prompt alone."""
-    seen: list[Tensor] = []
-    logits = runner.model.logits
-
-    def spy(x: Tensor, rows: Tensor) -> Tensor:
-        seen.append(logits(x, rows).clone())
-        return seen[-1].clone()
-
-    steps = Steps(runner)
-    compared = 0
-    for prompt in prompts:
-        steps.reset()
-        seen.clear()
-        runner.model.logits = spy  # type: ignore[method-assign]
-        (completion,) = steps.generate([steps.stream(prompt)], tokens)
-        runner.model.logits = logits  # type: ignore[method-assign]
-        expected = peer_logits(peer, [*prompt, *completion])[len(prompt) - 1 : -1]
-        torch.testing.assert_close(torch.cat(seen), expected, atol=atol, rtol=0)
-        compared += agreed_steps(expected, completion, GAP)
-    assert compared >= tokens * len(prompts) // 2
 
 
 def save(model: Any, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
@@ -153,35 +101,9 @@ def test_gemma3_family_skips_key_blocks_before_the_window_and_equals_transformer
     """At the window's edges and far behind whole key blocks."""
     model = tiny_model("gemma3", LONG_GEMMA)
     runner = make_runner(save(model, tmp_path), num_pages=160)
-    assert runner.attention.shapes.may_skip
     block = runner.attention.shapes.key_block
     lengths = (99, 100, 101, block + 99, block + 100, 2 * block + 137)
     assert_equals_peer(runner, model, [prompt_of(length) for length in lengths], tokens=3)
-
-
-def run_every_way(
-    runner: ModelRunner, prompts: list[list[int]], tokens: int, sampling: Sampling
-) -> None:
-    """Alone and cold; then batched, chunked, preempted and warm: the same tokens."""
-    steps = Steps(runner)
-    expected = []
-    for prompt in prompts:
-        steps.reset()
-        expected += steps.generate([steps.stream(prompt, sampling=sampling)], tokens)
-    for chunks in ((1 << 20,), (7, 33, 1, 64), (150,)):
-        steps.reset()
-        streams = [steps.stream(prompt, sampling=sampling) for prompt in prompts]
-        assert steps.generate(streams, tokens, chunks=chunks) == expected
-    steps.reset()
-    streams = [steps.stream(prompt, sampling=sampling) for prompt in prompts]
-    steps.generate(streams, tokens // 2, chunks=(77, 3))
-    steps.preempt(streams[1])
-    steps.preempt(streams[-1])
-    assert steps.generate(streams, tokens - tokens // 2, chunks=(45,)) == expected
-    donor = streams[-1]
-    warm = steps.stream(prompts[-1], sampling=sampling, prefix_of=donor)
-    assert warm.num_computed > 0
-    assert steps.generate([warm], tokens) == [expected[-1]]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -192,7 +114,7 @@ def test_family_is_exact_however_it_is_run(
     (shape, *_) = SHAPES[family].values()
     runner = make_runner(save(tiny_model(family, shape), tmp_path), precision=precision)
     prompts = [prompt_of(length) for length in (150, 1, 33, 64, 97)]
-    run_every_way(runner, prompts, 6, RANDOM)
+    run_every_way(runner, prompts, 6)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -203,8 +125,8 @@ def test_gemma3_family_is_exact_behind_skipped_key_blocks(
         save(tiny_model("gemma3", LONG_GEMMA), tmp_path), precision=precision, num_pages=700
     )
     block = runner.attention.shapes.key_block
-    prompts = [prompt_of(length) for length in (20, block + 90, block + 130, 2 * block + 101)]
-    run_every_way(runner, prompts, 4, RANDOM)
+    prompts = [prompt_of(length) for length in (20, block + 90, 2 * block + 101)]
+    run_every_way(runner, prompts, 4, chunk_sizes=((1 << 20,), (333, 64, 1), (700,)))
 
 
 @pytest.mark.parametrize("family", list(SHAPES))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -181,11 +181,19 @@ def pack(weights: np.ndarray, kind: str, random: np.random.Generator) -> tuple[n
     return quantize(weights, gguf.GGMLQuantizationType[kind]), kind
 
 
-def write_gguf(path: Path, family: str, model: Any, kinds: tuple[str, ...]) -> None:
+def write_gguf(
+    path: Path,
+    family: str,
+    model: Any,
+    kinds: tuple[str, ...],
+    *,
+    also: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+) -> None:
     """The model as llama.cpp's converter lays it out, matrices in these formats by turns; the
-    model's own weights become what the file holds."""
+    model's own weights become what the file holds. also: writes what else is in the file."""
     config = model.config
     writer = gguf.GGUFWriter(path, family)
+    also(writer)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
