@@ -96,32 +96,27 @@ class Decoder(ABC):
         """One product for all these projections, with their biases where they have any."""
         # One tensor is fp32 at a time; only the packed form of the product stays.
         weights = [self._read(f"{at}.{name}.weight").to(self._dtype) for name in names]
-        biases = None
-        if any(name.rpartition(".")[2] in self.config.biases for name in names):
-            biases = torch.cat([self._bias(f"{at}.{name}.bias") for name in names])
-        return Linear(torch.cat(weights) if len(weights) > 1 else weights[0], biases)
+        bias = None
+        if names[0] in self.config.biases:  # its neighbours have one too, see families.py
+            bias = torch.cat([self._read(f"{at}.{name}.bias") for name in names]).to(self._dtype)
+        return Linear(torch.cat(weights) if len(weights) > 1 else weights[0], bias)
 
-    def load_norm(self, *names: str, dtype: torch.dtype | None = None) -> RmsNorm:
-        """Of one width, or of several heads with a weight each."""
-        weights = [self._read(f"{name}.weight") + self.norm_shift for name in names]
-        weight = torch.stack(weights) if len(weights) > 1 else weights[0]
+    def load_norm(self, name: str, *, dtype: torch.dtype | None = None) -> RmsNorm:
+        weight = self._read(f"{name}.weight") + self.norm_shift
         return RmsNorm(weight, self.config.norm_eps, dtype=dtype or self._dtype)
 
     def load_head_norm(self, at: str) -> RmsNorm:
         """Of queries and keys together; what follows it, rotation, is computed in fp32."""
         counts = {"q_norm": self.config.num_heads, "k_norm": self.config.num_kv_heads}
-        names = [f"{at}.self_attn.{name}" for name, count in counts.items() for _ in range(count)]
-        return self.load_norm(*names, dtype=torch.float32)
+        weights = [
+            self._read(f"{at}.self_attn.{name}.weight").expand(count, -1)
+            for name, count in counts.items()
+        ]
+        weight = torch.cat(weights) + self.norm_shift
+        return RmsNorm(weight, self.config.norm_eps, dtype=torch.float32)
 
     def _read(self, name: str) -> Tensor:
         return self._checkpoint.read(name).to(self._device)
-
-    def _bias(self, name: str) -> Tensor:
-        """Zeros where only a neighbour in the same product has a bias."""
-        if name in self._checkpoint.tensors:
-            return self._read(name).to(self._dtype)
-        (rows, _) = self._checkpoint.tensors[f"{name.removesuffix('bias')}weight"].shape
-        return torch.zeros(rows, dtype=self._dtype, device=self._device)
 
     def _admit_tiles(self) -> tuple[RowTiles, RowTiles]:
         """All layers have the same shapes, so the first stands for them."""
@@ -133,13 +128,9 @@ class Decoder(ABC):
 
         residual = rows(512, config.hidden_size, torch.float32)
         attended = rows(512, layer.out.in_features, self._dtype)
-
-        def project(x: Tensor) -> Tensor:
-            return torch.cat(self._project(layer, x), 1)
-
         body = admit(
             [
-                (project, residual),
+                (lambda x: torch.cat(self._project(layer, x), 1), residual),
                 (layer.after_attention, attended),
                 (layer.feed_forward, residual),
             ]

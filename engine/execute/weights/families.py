@@ -8,7 +8,8 @@ from pathlib import Path
 
 from engine.execute.weights.facts import CheckpointError, ModelConfig, TensorInfo
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+QKV = ("q_proj", "k_proj", "v_proj")  # one product, all with a bias or none
+ATTENTION = (*QKV, "o_proj")
 FFN = ("gate_proj", "up_proj", "down_proj")
 SOFTCAPS = ("final_logit_softcapping", "attn_logit_softcapping")
 # GGUF's parts of a layer that are named alike in every family.
@@ -50,7 +51,7 @@ QWEN2 = Family(
     ("qwen2",),
     ("hidden_act", "silu"),
     defaults={"num_key_value_heads": 32},
-    biases=frozenset(ATTENTION[:3]),
+    biases=frozenset(QKV),
 )
 QWEN3 = Family(
     "qwen3",

@@ -15,7 +15,7 @@ from engine.execute.weights.facts import (
     real,
     whole,
 )
-from engine.execute.weights.families import SOFTCAPS, Family, refuse
+from engine.execute.weights.families import ATTENTION, FFN, QKV, SOFTCAPS, Family, refuse
 from engine.execute.weights.gguf_header import damaged
 
 WINDOW_PERIOD = 6  # where the file is silent, as llama.cpp has it
@@ -52,7 +52,6 @@ def parse_metadata(
     eos = metadata.get("tokenizer.ggml.eos_token_id")
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     is_27b = family.has_windows and num_layers == LAYERS_OF_27B
-    first = "model.layers.0."
     return ModelConfig(
         architecture=name,
         num_layers=num_layers,
@@ -86,14 +85,19 @@ def parse_metadata(
         local_rope_theta=real(
             f"{name}.rope.freq_base_swa", get("rope.freq_base_swa"), default=10_000.0
         ),
-        # Metadata does not speak of biases; the first layer's tensors stand for all.
-        biases=family.biases
-        | {
-            tensor.split(".")[-2]
-            for tensor in tensors
-            if tensor.startswith(first) and tensor.endswith("_proj.bias")
-        },
+        biases=family.biases | _biases(tensors),
     )
+
+
+def _biases(tensors: Mapping[str, TensorInfo]) -> frozenset[str]:
+    """Metadata does not speak of them; the first layer's tensors stand for all."""
+    found = {
+        name.split(".")[-2]
+        for name in tensors
+        if name.startswith("model.layers.0.") and name.endswith("_proj.bias")
+    }
+    together = (QKV, ATTENTION[3:], FFN)
+    return frozenset(name for names in together if found & set(names) for name in names)
 
 
 def _windows(

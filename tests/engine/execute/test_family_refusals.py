@@ -95,8 +95,10 @@ def test_an_unknown_family_is_told_the_known_ones(folders: dict[str, Path], tmp_
         ("qwen3", lambda w: w.add_rope_dimension_count(16), "qwen3.rope.dimension_count"),
         ("qwen3", lambda w: w.add_tensor("blk.0.ffn_gate_inp.weight", np.ones(8, np.float32)),
          "blk.0.ffn_gate_inp.weight"),
-        ("llama", lambda w: w.add_tensor("blk.1.attn_q.bias", np.ones(256, np.float32)),
+        ("qwen3", lambda w: w.add_tensor("blk.1.attn_q.bias", np.ones(256, np.float32)),
          "model.layers.1.self_attn.q_proj.bias"),
+        ("qwen3", lambda w: w.add_tensor("blk.0.attn_q.bias", np.ones(256, np.float32)),
+         "model.layers.0.self_attn.k_proj.bias"),
     ],
 )  # fmt: skip
 def test_a_family_gguf_that_cannot_be_served_is_refused_by_field(

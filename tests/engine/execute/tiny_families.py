@@ -118,7 +118,7 @@ GGUF_SHAPES: dict[str, dict[str, Fields]] = {
         },
     }
     for family, tail, first, second in (
-        ("llama", {}, rope(), LINEAR),
+        ("llama", {"attention_bias": True, "mlp_bias": True}, rope(), LINEAR),
         ("qwen2", {}, rope(theta=1e6), YARN),
         ("qwen3", {}, rope(theta=1e6), YARN),
         (
