@@ -1,5 +1,6 @@
 """Every family and file format against transformers, and against itself however it is run."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,10 @@ def prompt_of(length: int, vocab: int = VOCAB) -> list[int]:
 
 
 def save(model: Any, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    model.to(dtype).save_pretrained(folder)
-    model.float()
+    """The model's own weights are rounded to dtype; its buffers, not in the folder, are not."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype).float()
+    copy.deepcopy(model).to(dtype).save_pretrained(folder)
     return folder
 
 
@@ -55,7 +58,14 @@ def test_family_from_safetensors_equals_transformers(
 
 @pytest.mark.parametrize(
     ("family", "shape"),
-    [pytest.param(*case.values, id=case.id, marks=pytest.mark.slow) for case in ALL_SHAPES],
+    [
+        pytest.param(
+            *case.values,
+            id=case.id,
+            marks=() if case.values[1] == "odd-groups-tied" else pytest.mark.slow,
+        )
+        for case in ALL_SHAPES
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_family_from_half_precision_safetensors_equals_transformers(
