@@ -43,6 +43,7 @@ test: $(STAMP) model
 
 # Full counts and every headline number: long, on an otherwise idle machine.
 prove: $(STAMP) model
+	@$(BIN)/kagari models pull gemma3-270m
 	$(BIN)/pytest -m "slow and not gpu"
 	$(BIN)/kagari demo --check
 	@set -e; for name in $(BENCHMARKS); do \

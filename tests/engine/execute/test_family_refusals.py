@@ -143,6 +143,7 @@ def test_gemma3_family_facts_where_files_are_silent(
     assert config.query_scale == pytest.approx(12**-0.5)
 
 
+@pytest.mark.slow  # the real file is fetched for the full counts alone
 def test_gemma3_family_gguf_without_a_pattern_has_every_sixth_layer_full(gemma_path: Path) -> None:
     config = open_checkpoint(gemma_path).config
     assert (config.num_layers, config.hidden_size, config.ffn_size) == (18, 640, 2048)
