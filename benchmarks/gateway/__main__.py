@@ -67,7 +67,7 @@ def show(bench: Bench) -> None:
         verdict = "good" if is_good else "met" if row.ratio >= 1 else "MISSED"
         figures = (f"{row.ours:.3g}", f"{row.must:g}", f"{row.good:g}")
         table.add_row(row.name, *figures, row.unit, f"{row.ratio:.2f}", verdict)
-    console = Console()
+    console = Console(width=max(Console().width, 150))
     console.print(table)
     if bench.besides:
         console.print(_beside_table(bench.besides))
@@ -79,7 +79,7 @@ def _beside_table(besides: list[Beside]) -> Table:
     peers = list(dict.fromkeys(name for one in besides for name in one.peers))
     table = Table(title="beside peers: figure and ratio; a ratio above 1 means ours is better")
     for heading in ("what", "unit"):
-        table.add_column(heading)
+        table.add_column(heading, no_wrap=True)
     for heading in ("ours", *peers):
         table.add_column(heading, justify="right")
     for one in besides:

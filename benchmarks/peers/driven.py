@@ -19,6 +19,7 @@ from benchmarks.peers.catalogue import Present
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 300.0  # vLLM compiles its first graph meanwhile
 CALL_LIMIT_S = 180.0
+STOP_PATIENCE_S = 15.0
 
 
 class PeerLost(Exception):
@@ -88,7 +89,7 @@ class DrivenPeer:
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):  # it is gone with a request unread
                 pipe.close()  # the end of its input ends it
-        stop(self._process, 15)
+        stop(self._process, STOP_PATIENCE_S)
 
     # --- what a row asks --------------------------------------------------------------------------
 
