@@ -27,6 +27,7 @@ from engine.execute.weights import Checkpoint, open_checkpoint
 
 DECODE_CONTEXT = 256
 WARM_PROMPT = 2000
+FORKED_PROMPT, FORKED_LANES = 1000, 8
 SANE_PROMPT, SANE_TOKENS = 32, 16
 SANE_GAP = 1.0  # nats; quantised activations split two near-equal tokens by 0.3 at most
 BUSY_NEIGHBOURS = 0.2  # cores
@@ -49,6 +50,10 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.neighbours = Neighbours(self.own_s)
+
+    @property
+    def rounds(self) -> int:
+        return 3 if self.quick else 7
 
     def own_s(self) -> float:
         """CPU of this benchmark, all its processes."""
@@ -87,7 +92,7 @@ class Bench:
         mine: list[float] = []
         theirs: dict[str, list[float]] = {peer: [] for peer in self.peers}
         self.neighbours.cores()
-        for _ in range(3 if self.quick else 7):
+        for _ in range(self.rounds):
             mine.append(our_s())
             for peer_name, peer in list(self.peers.items()):
                 try:
@@ -140,6 +145,7 @@ def run(options: argparse.Namespace) -> list[JsonRow]:
         _decode(bench)
         _prefill(bench)
         _first_token(bench)
+        _fork(bench)
     rows = [row for result in bench.results for row in result.rows()]
     return rows + absent_rows(bench.absent)
 
@@ -148,6 +154,8 @@ def run(options: argparse.Namespace) -> list[JsonRow]:
 
 
 def _start_peers(bench: Bench, options: argparse.Namespace, stack: ExitStack) -> None:
+    if not options.peers:
+        return
     reference = Transformers(transformers_llama(bench.checkpoint, dtype=torch.float32))
     if "transformers" in options.peers:
         bench.peers["transformers fp32"] = reference
@@ -269,3 +277,24 @@ def _first_token(bench: Bench) -> None:
     row = compared("warm_over_cold", times, {"our own cold start": 1.0}, "×", more_is_better=True)
     bench.results.append(row)
     say(f"warm_over_cold   {times:.1f} times quicker")
+
+
+def _fork(bench: Bench) -> None:
+    """Lanes of one request share its prompt; as many requests of their own share nothing."""
+    name = f"fork_n{FORKED_LANES}"
+    if not bench.wants(name):
+        return
+    forked: list[float] = []
+    apart: list[float] = []
+    bench.neighbours.cores()
+    for _ in range(bench.rounds):
+        prompt = bench.ours.prompt(FORKED_PROMPT)
+        forked.append(bench.ours.first_forked_tokens_s(prompt, FORKED_LANES))
+        prompts = [bench.ours.prompt(FORKED_PROMPT) for _ in range(FORKED_LANES)]
+        apart.append(bench.ours.first_tokens_s(prompts))
+    ratio = median(other / one for other, one in zip(apart, forked, strict=True))
+    peers = {f"{FORKED_LANES} requests of their own": Figure(median(apart), ratio)}
+    detail = f"neighbours {bench.neighbours.cores():.1f} cores"
+    row = Beside(name, median(forked), "s", more_is_better=False, peers=peers, detail=detail)
+    bench.results.append(row)
+    say(f"{row}\n  {detail}")

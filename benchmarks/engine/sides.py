@@ -57,11 +57,11 @@ class Ours:
     def prompt(self, tokens: int) -> array[int]:
         return array("I", [self._random.randrange(3, self._vocab_size) for _ in range(tokens)])
 
-    def submit(self, prompt: array[int], max_tokens: int) -> int:
+    def submit(self, prompt: array[int], max_tokens: int, fork_of: int | None = None) -> int:
         self._sequence += 1
         sampling = Sampling(max_tokens=max_tokens, temperature=0.0)
         self._runner.begin(self._sequence, prompt)
-        new = NewSequence(self._sequence, prompt, bytes(32), sampling)
+        new = NewSequence(self._sequence, prompt, bytes(32), sampling, fork_of=fork_of)
         self._scheduler.submit(new, time.monotonic())
         return self._sequence
 
@@ -84,9 +84,33 @@ class Ours:
     def start_decoding(self, batch: int, prompt: Callable[[], array[int]]) -> None:
         """Distinct prompts, all prefilled: from now on a step is one token for each."""
         self._decoding = {self.submit(prompt(), ENDLESS) for _ in range(batch)}
+        self._until_all_speak()
+
+    def _until_all_speak(self) -> None:
         waiting = set(self._decoding)
         while waiting:
             waiting -= self.step()
+
+    def first_tokens_s(self, prompts: list[array[int]]) -> float:
+        """Requests of one lane each, at once: until each has its first token."""
+        return self._first_tokens_s(lambda: {self.submit(prompt, ENDLESS) for prompt in prompts})
+
+    def first_forked_tokens_s(self, prompt: array[int], lanes: int) -> float:
+        """One request of several lanes: until each has its first token."""
+
+        def submit() -> set[int]:
+            leader = self.submit(prompt, ENDLESS)
+            return {leader, *(self.submit(prompt, ENDLESS, leader) for _ in range(lanes - 1))}
+
+        return self._first_tokens_s(submit)
+
+    def _first_tokens_s(self, submit: Callable[[], set[int]]) -> float:
+        started = time.perf_counter()
+        self._decoding = submit()
+        self._until_all_speak()
+        took = time.perf_counter() - started
+        self.stop_decoding()
+        return took
 
     def stop_decoding(self) -> None:
         for sequence_id in self._decoding:

