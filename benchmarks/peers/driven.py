@@ -33,11 +33,13 @@ class DrivenPeer:
         self, command: list[str], environment: Mapping[str, str], log: Path, *, limit_s: float
     ) -> None:
         self._log = log
+        # How our threads wait is no setting of theirs.
+        inherited = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+                env={**inherited, "PYTHONPATH": str(ROOT), **environment},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -123,11 +125,10 @@ def start_llama_cpp(found: Present, model: Path, threads: int, log: Path) -> Dri
 
 def start_vllm(found: Present, model: Path, threads: int, log: Path) -> DrivenPeer:
     """model: a folder in Hugging Face's form. Compiled, or eager where that does not start."""
-    site = next(found.folder.glob("lib/python3*/site-packages"))
-    # vLLM preloads them for its worker processes; here the engine is in the process itself.
+    # vLLM preloads these for its worker processes; here the engine is in the process itself.
     preloaded = [
         *sorted(Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4")),
-        *(list(found.folder.glob("lib/libiomp5.so")) or sorted(site.glob("torch/lib/libgomp*"))),
+        *found.folder.glob("lib/python3*/site-packages/torch/lib/libgomp*"),
     ]
     cores = sorted(os.sched_getaffinity(0))[:threads]
     environment = {
