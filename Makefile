@@ -49,26 +49,13 @@ prove: $(STAMP) model
 	@set -e; for name in $(BENCHMARKS); do \
 	  echo "benchmarks.$$name"; $(BIN)/python -m benchmarks.$$name; done
 
-# Peers that the benchmarks compare with, each in an environment of its own, made once.
-VLLM_ROUTER := vllm-router==0.1.17
+# Peers that the benchmarks compare with, each in an environment of its own, made once: all of them,
+# or PEER="NAME …". Their versions are in benchmarks/peers/catalogue.py.
+PEER ?=
+export PEERS TORCH_INDEX
 
-peers: $(STAMP) $(PEERS)/vllm-router/.installed-0.1.17
-	@$(BIN)/python -c 'import transformers as t; print("transformers", t.__version__, "(.venv)")'
-	@echo "vllm-router 0.1.17 ($(PEERS)/vllm-router)"
-	@for name in llama.cpp vllm sglang litellm; do echo "$$name absent: comes later"; done
-
-$(PEERS)/vllm-router/.installed-0.1.17:
-	@mkdir -p "$(PEERS)"
-	@rm -rf "$(PEERS)/vllm-router"
-	@sh .ci/make-venv "$(PYTHON)" "$(PEERS)/vllm-router"
-	@"$(PEERS)/vllm-router/bin/pip" --disable-pip-version-check --no-input install --quiet $(VLLM_ROUTER) || { \
-	  echo "error: peers" >&2; \
-	  echo "  found:   $(VLLM_ROUTER) cannot be installed (above)" >&2; \
-	  echo "  allowed: its wheel, for Linux on x86-64 or arm64, from a package index" >&2; \
-	  echo "  remedy:  give pip an index that has it (PIP_INDEX_URL), then make peers again;" >&2; \
-	  echo "           without it benchmarks.gateway names the rows against it as absent" >&2; \
-	  exit 1; }
-	@touch $@
+peers: $(STAMP)
+	@$(BIN)/python -m benchmarks.peers $(PEER)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
