@@ -17,9 +17,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final, Literal
 
+from gateway.text.deltas import CallArguments, CallStart, Delta, Text
 from gateway.text.json_scan import ValueScan
 
 OPEN: Final = "<tool_call>"
@@ -31,30 +31,11 @@ _OPEN: Final = re.compile(OPEN)
 _EITHER: Final = re.compile(f"{OPEN}|{CLOSE}")
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallStart:
-    index: int  # the call's ordinal in its choice
-    call_id: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallArguments:
-    index: int
-    text: str
-
-
-Delta = Text | CallStart | CallArguments
 Role = Literal["key", "name", "arguments", "other"]
 
 
 class ToolCallParser:
-    """One stream. draw_id gives each call its id."""
+    """One choice's stream. draw_id gives each call its id."""
 
     def __init__(self, draw_id: Callable[[], str]) -> None:
         self.calls = 0  # finished ones

@@ -11,17 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.text.deltas import CallArguments, CallStart, Delta, Text
 from gateway.text.json_scan import MAX_DEPTH
-from gateway.text.tool_calls import (
-    CLOSE,
-    MAX_HELD_CHARS,
-    OPEN,
-    CallArguments,
-    CallStart,
-    Delta,
-    Text,
-    ToolCallParser,
-)
+from gateway.text.tool_calls import CLOSE, MAX_HELD_CHARS, OPEN, ToolCallParser
 
 
 def parser() -> ToolCallParser:

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.text.deltas import CallArguments, CallStart, Text
 from gateway.text.errors import TextError
 from gateway.text.model import TextModel
-from gateway.text.tool_calls import CLOSE, OPEN, CallArguments, CallStart, Text
+from gateway.text.tool_calls import CLOSE, OPEN
 from policies.contract.bundle import Bundle
 
 LS = {"description": "List é", "name": "ls", "parameters": {"type": "object", "properties": {}}}
