@@ -50,6 +50,8 @@ class ToolCallParser:
         self._call = _Call()
 
     def push(self, text: str) -> list[Delta]:
+        if self._is_plain(text):
+            return [Text(text)] if text else []
         if self._held:
             text, self._held = self._held + text, ""
         at = 0
@@ -81,6 +83,11 @@ class ToolCallParser:
             self._add(Text(self._space))
         self._space = ""
         return self._take()
+
+    def _is_plain(self, text: str) -> bool:
+        """Most text: it can neither begin a mark nor frame a call."""
+        held = self._held or self._space or self._is_after_call
+        return self._mode == "text" and not held and "<" not in text and not text.endswith("\n")
 
     def _take(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []
