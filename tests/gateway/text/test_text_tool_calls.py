@@ -8,12 +8,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.text.deltas import CallArguments, CallStart, Delta, Text
 from gateway.text.json_scan import MAX_DEPTH
-from gateway.text.tool_calls import CLOSE, MAX_HELD_CHARS, OPEN, ToolCallParser
+from gateway.text.tool_calls import (
+    CLOSE,
+    MAX_FRAME_CHARS,
+    MAX_HELD_CHARS,
+    OPEN,
+    ToolCallParser,
+)
 
 
 def parser() -> ToolCallParser:
@@ -194,11 +200,25 @@ pieces = st.sampled_from(
 garbage = st.lists(pieces | st.text(max_size=3), max_size=14).map("".join)
 
 
-@given(text=garbage, cuts=st.lists(st.integers(0, 400), max_size=8))
-def test_any_chunking_gives_the_same(text: str, cuts: list[int]) -> None:
+chunked = given(text=garbage, cuts=st.lists(st.integers(0, 400), max_size=8))
+
+
+def check_chunking(text: str, cuts: list[int]) -> None:
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     chunks = [text[start:end] for start, end in itertools.pairwise(places)]
     assert parse(*chunks) == parse(text) == parse(*text)
+
+
+@chunked
+def test_any_chunking_gives_the_same(text: str, cuts: list[int]) -> None:
+    check_chunking(text, cuts)
+
+
+@pytest.mark.slow
+@settings(max_examples=20_000)
+@chunked
+def test_any_chunking_gives_the_same_in_full(text: str, cuts: list[int]) -> None:
+    check_chunking(text, cuts)
 
 
 @given(text=garbage)
@@ -306,6 +326,15 @@ def test_what_is_kept_of_one_call_is_bounded() -> None:
         assert deltas == [Text(unnamed)]
     named = f'{OPEN}{{"name": "f", "arguments": {{"a": "{long}"}}, "id": 1}}{CLOSE}'
     assert parse(named) == (call(0, "f", json.dumps({"a": long})), 1)
+
+
+def test_more_space_than_frames_a_call_is_text() -> None:
+    wide = " " * MAX_FRAME_CHARS
+    for text in (f"{LS}{wide} \n{LS}", f"{LS}{wide}\n"):
+        deltas, _ = parse(text)
+        assert parse(*text) == parse(text)
+        assert any(isinstance(delta, Text) and delta.text.isspace() for delta in deltas)
+    assert parse(f"{LS}{wide}{LS}")[0] == call(0, "ls", LS_ARGUMENTS) + call(1, "ls", LS_ARGUMENTS)
 
 
 def test_arguments_nested_deeper_than_a_prompt_may_hold_are_passed_on_as_text() -> None:
