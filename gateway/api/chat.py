@@ -20,9 +20,7 @@ async def chat(services: Services, exchange: Exchange) -> None:
         request = read_chat_request(exchange.body, services.config.limits)
         exchange.body = b""  # decoded: a long stream need not hold it
         exchange.notes.update(stream=request.stream)
-        exchange.common_headers += [
-            ("x-kagari-changed", changed) for changed in request.tools.changed
-        ]
+        exchange.common_headers += request.tools.headers()
         served = find_served(services, exchange, request.model)
         rendered = served.text.chat_prompt(request.messages, request.tools.functions)
         ids = await tokenised(services, served, "messages", rendered)

@@ -41,7 +41,10 @@ class ToolsRequest:
 
     functions: tuple[Mapping[str, object], ...]
     one_call: bool  # the answer ends with its first call
-    changed: tuple[str, ...]  # for x-kagari-changed
+    changed: tuple[str, ...]  # what was left out
+
+    def headers(self) -> list[tuple[str, str]]:
+        return [("x-kagari-changed", changed) for changed in self.changed]
 
 
 NO_TOOLS = ToolsRequest((), one_call=False, changed=())
@@ -50,10 +53,15 @@ NO_TOOLS = ToolsRequest((), one_call=False, changed=())
 def read_tools(body: ToolsBody) -> ToolsRequest:
     """Raises GatewayError (400) that names the field."""
     _refuse_unsupported(body)
-    tools = body.tools or []
-    if body.tool_choice == "none":
-        # Not shown: a model that sees tools calls them, and no parser would know the call.
-        tools = []
+    # With "none" not shown: a model that sees tools calls them, and no parser would know the call.
+    shown = [] if body.tool_choice == "none" else body.tools or []
+    return read_functions(shown, one_call=body.parallel_tool_calls is False)
+
+
+def read_functions(
+    tools: Sequence[Mapping[str, object]], *, one_call: bool = False
+) -> ToolsRequest:
+    """Raises GatewayError (400) that names the field."""
     if len(tools) > MAX_TOOLS:
         raise invalid("tools", f"{len(tools)} tools", f"at most {MAX_TOOLS}", "send fewer")
     functions: list[Mapping[str, object]] = []
@@ -67,11 +75,7 @@ def read_tools(body: ToolsBody) -> ToolsRequest:
         function = _function(tool.get("function"), f"tools[{index}].function")
         loose += function.get("strict") is True
         functions.append({name: value for name, value in function.items() if name in SHOWN})
-    return ToolsRequest(
-        functions=tuple(functions),
-        one_call=body.parallel_tool_calls is False,
-        changed=_told(dropped, loose),
-    )
+    return ToolsRequest(tuple(functions), one_call, _told(dropped, loose))
 
 
 def _told(dropped: Sequence[str], loose: int) -> tuple[str, ...]:

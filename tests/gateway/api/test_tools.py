@@ -270,6 +270,16 @@ def test_what_cannot_be_done_is_refused_by_name(gateway, ask, fields, code, para
     assert not gateway.node.served
 
 
+def test_tokenize_counts_tools_as_a_chat_does(gateway, ask) -> None:
+    body = ask("hello", tools=[{"type": "web_search"}, LS])
+    with gateway.client() as client:
+        counted = client.post("/tokenize", json=body)
+        beside = client.post("/tokenize", json={"model": "tiny", "prompt": "x", "tools": [LS]})
+    assert counted.json()["count"] == post(gateway, body).json()["usage"]["prompt_tokens"]
+    assert counted.headers["x-kagari-changed"] == "tools dropped: web_search"
+    assert beside.json()["error"]["param"] == "tools"
+
+
 def test_models_say_whether_they_speak_tools(gateway) -> None:
     with gateway.client() as client:
         listed = client.get("/v1/models").json()["data"]
