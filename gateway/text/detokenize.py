@@ -33,7 +33,7 @@ class TextStream(Protocol):
 class Detokenizer:
     """Makes text streams for one tokenizer. `silent` ids produce no text, nor do special tokens.
 
-    `shown` texts do, where a byte-level tokenizer has them as special tokens: a parser needs them.
+    `shown` texts do, though special, where there are tables: a parser looks for them.
     """
 
     def __init__(
