@@ -16,7 +16,7 @@ from node_agent.gguf import read_gguf
 from node_agent.gguf_vocab import gguf_tokenizer, read_vocabulary, refuse
 from policies.contract.bundle import Bundle, decode_bundle, encode_bundle
 
-BUILDER_VERSION = 2  # part of the cache key: raise it when the same file gives another bundle
+BUILDER_VERSION = 3  # part of the cache key: raise it when the same file gives another bundle
 # Texts that end a completion wherever they are control tokens (llama.cpp's end-of-generation set).
 END_TEXTS = (
     "<|endoftext|>",
@@ -210,6 +210,21 @@ def _folder_template(folder: Path, settings: Mapping[str, object]) -> str | None
     return found if isinstance(found, str) else None
 
 
+# --- tools --------------------------------------------------------------------------------------
+
+
+def parser_family_of(template: str | None) -> str | None:
+    """The form in which a template has the model write tool calls, None where it is not known.
+
+    Hermes: a JSON object of name and arguments between `<tool_call>` marks. Others write those
+    marks too, around a form of their own (`<function=…>`, `<arg_key>`).
+    """
+    source = (template or "").replace("\\", "")  # quotes are escaped where jinja has them in a text
+    shown = all(part in source for part in ("tools", "<tool_call>", '"name":', '"arguments":'))
+    foreign = "<function=" in source or "<arg_key>" in source
+    return "hermes" if shown and not foreign else None
+
+
 # --- on disk ------------------------------------------------------------------------------------
 
 
@@ -221,20 +236,27 @@ def load_bundle(
     context_tokens: int | None,
     page_size: int,
     labels: Sequence[str],
+    chat_template: str | None = None,
 ) -> tuple[Path, bytes]:
     """(file, encoded bundle) of a checkpoint (.gguf file or folder), built once for each digest.
 
-    source_digest names what the bundle is made of; building takes a second or two, a hit
-    milliseconds. Raises NodeError where the checkpoint gives no bundle or the folder takes none.
+    source_digest names what the bundle is made of, chat_template replaces the checkpoint's own.
+    Building takes a second or two, a hit milliseconds. Raises NodeError where the checkpoint gives
+    no bundle or the folder takes none.
     """
-    recipe = repr((BUILDER_VERSION, source_digest, context_tokens, page_size, tuple(labels)))
+    parts = (BUILDER_VERSION, source_digest, context_tokens, page_size, tuple(labels))
+    recipe = repr((*parts, chat_template))
     target = cache / f"{sha256(recipe.encode()).hexdigest()[:32]}.bundle"
     encoded = _read_cached(target)
     if encoded is not None:
         return target, encoded
     make = folder_bundle if path.is_dir() else _file_bundle
+    bundle = make(path, context_tokens=context_tokens, page_size=page_size, labels=labels)
+    template = bundle.chat_template if chat_template is None else chat_template
     encoded = encode_bundle(
-        make(path, context_tokens=context_tokens, page_size=page_size, labels=labels)
+        msgspec.structs.replace(
+            bundle, chat_template=template, parser_family=parser_family_of(template)
+        )
     )
     write_atomically(target, encoded)
     return target, encoded

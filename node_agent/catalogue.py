@@ -51,6 +51,14 @@ class CatalogueModel(Struct, frozen=True, forbid_unknown_fields=True):
     rope_scaling: RopeScaling | None = None
     aliases: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
+    template: str | None = None  # in policies/defaults/templates; replaces the model's own
+
+    def chat_template(self) -> str | None:
+        """The source of the template that replaces the checkpoint's, None where none does."""
+        if self.template is None:
+            return None
+        source = resources.files("policies").joinpath("defaults", "templates", self.template)
+        return source.read_text(encoding="utf-8")
 
 
 class Catalogue(Struct, frozen=True, forbid_unknown_fields=True):

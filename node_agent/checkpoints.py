@@ -190,6 +190,7 @@ def prepare(checkpoint: Checkpoint, *, bundle_caches: tuple[Path, ...]) -> Prepa
                 context_tokens=entry.context_tokens if entry else None,
                 page_size=page_size,
                 labels=labels,
+                chat_template=entry.chat_template() if entry else None,
             )
             break
         except NodeError as error:

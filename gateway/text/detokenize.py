@@ -31,9 +31,14 @@ class TextStream(Protocol):
 
 
 class Detokenizer:
-    """Makes text streams for one tokenizer. `silent` ids produce no text, nor do special tokens."""
+    """Makes text streams for one tokenizer. `silent` ids produce no text, nor do special tokens.
 
-    def __init__(self, tokenizer: Tokenizer, silent: Iterable[int]) -> None:
+    `shown` texts do, though special, where there are tables: a parser looks for them.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, silent: Iterable[int], *, shown: Sequence[str] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         special = {token_id for token_id, token in added.items() if token.special}
@@ -42,6 +47,10 @@ class Detokenizer:
         tables = ByteTables(tokenizer, special)
         if tables.agree_with(tokenizer):
             tables.silence(self._silent)
+            for text in shown:
+                token_id = tokenizer.token_to_id(text)
+                if token_id is not None:
+                    tables.texts[token_id] = text
             self._tables = tables
 
         # Decoders strip a leading space: some token in front keeps the next one's.
