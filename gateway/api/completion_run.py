@@ -12,7 +12,7 @@ from gateway.api.exchange import Exchange
 from gateway.errors import GatewayError
 from gateway.ledger.keys import Key
 from gateway.ledger.rows import Attempt, Ending, OpenRow, Quality, Settlement
-from gateway.nodes.fleet import NoCapacity, NoNode
+from gateway.nodes.fleet import NoCapacity, NoNode, OldNodes
 from gateway.nodes.streams import Dispatch, Stream, Waiter
 from gateway.services import Services
 from policies.contract.wire import Usage
@@ -294,6 +294,15 @@ def _no_place(refusal: NoCapacity | NoNode) -> GatewayError:
             allowed="a node with room",
             remedy="send the request again",
             retry_after_s=refusal.retry_after_s,
+        )
+    if isinstance(refusal, OldNodes):
+        return GatewayError(
+            "no_node",
+            field="model",
+            found="only nodes too old for penalties, logit_bias and log probabilities",
+            allowed="a node of this gateway's version",
+            remedy="leave those fields out, or ask the operator to upgrade the nodes",
+            retry_after_s=30.0,
         )
     return GatewayError(
         "no_node",
