@@ -19,6 +19,8 @@ WIRE_VERSION = 2  # 2: Sampling from presence_penalty on, Logprobs, PromptLogpro
 MIN_WIRE_VERSION = 1
 BUNDLE_PART_BYTES = 1 << 20
 MAX_FRAME_BYTES = 16 << 20
+MAX_LANES = 128  # of one Submit
+LARGEST_PENALTY = 1e4  # either way, and of a bias: logits stay finite in fp32
 
 Role = Literal["mixed", "prefill", "decode"]
 Tier = Literal["device", "host", "disk", "cluster"]
