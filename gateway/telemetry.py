@@ -36,7 +36,7 @@ class MetricRow:
 METRICS = (
     MetricRow("kagari_requests", "counter", "requests", ("route", "status"), "Answered requests."),
     MetricRow("kagari_errors", "counter", "errors", ("code",), "Refusals and faults by code."),
-    MetricRow("kagari_completions", "counter", "requests", ("model", "outcome"), "Chat outcomes."),
+    MetricRow("kagari_completions", "counter", "requests", ("model", "outcome"), "How they ended."),
     MetricRow("kagari_affinity", "counter", "requests", ("outcome",), "Where sessions were sent."),
     MetricRow(
         "kagari_affinity_ignored", "counter", "signals", ("source",), "Signals outside the limits."
