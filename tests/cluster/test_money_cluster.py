@@ -49,7 +49,9 @@ def body_of(dice: random.Random, model: str) -> tuple[str, dict[str, Any]]:
         body["usage"] = {"include": True}
     if dice.random() < 0.4:
         body["stop"] = dice.choice(["3", "Y", "1 2"])
-    word = dice.choice(["slowly", "quick", "quick", "quick", "plain"] + ["fatal"] * (dice.random() < 0.2))
+    word = dice.choice(
+        ["slowly", "quick", "quick", "quick", "plain"] + ["fatal"] * (dice.random() < 0.2)
+    )
     text = "pad " * dice.choice([0, 0, 100, 300]) + word
     if dice.random() < 0.5:
         body["messages"] = [{"role": "user", "content": text + "."}]

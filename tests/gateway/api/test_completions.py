@@ -288,6 +288,7 @@ def test_a_model_without_a_template_completes_and_does_not_chat(tmp_path, start,
         reply = client.post("/v1/chat/completions", json=ask("hello"))
         assert (reply.status_code, reply.json()["error"]["code"]) == (400, "no_chat_template")
         assert PATH in reply.json()["error"]["remedy"]
+        assert client.get("/v1/models").json()["data"][0]["kagari"]["chat"] is False
         running.wait_idle()
 
 
