@@ -264,9 +264,10 @@ class CompletionRun:
         usage = self.usage()
         metrics = self.services.metrics
         metrics.count("kagari_completions", model=self.model, outcome=status)
-        metrics.count("kagari_prompt_tokens", usage.prompt_tokens, model=self.model)
-        metrics.count("kagari_cached_tokens", usage.cached_tokens, model=self.model)
-        metrics.count("kagari_completion_tokens", usage.completion_tokens, model=self.model)
+        if status != "failed":  # as the ledger counts
+            metrics.count("kagari_prompt_tokens", usage.prompt_tokens, model=self.model)
+            metrics.count("kagari_cached_tokens", usage.cached_tokens, model=self.model)
+            metrics.count("kagari_completion_tokens", usage.completion_tokens, model=self.model)
         if ttft_s is not None:
             metrics.observe("kagari_ttft_seconds", ttft_s, model=self.model)
         self.exchange.notes.update(
