@@ -8,11 +8,9 @@ from collections.abc import Iterator
 
 from engine.schedule.events import SequenceRefused
 from policies.contract.page_keys import ID_BYTES, SALT_BYTES
-from policies.contract.wire import Sampling, Submit, unpack_ids
+from policies.contract.wire import LARGEST_PENALTY, MAX_LANES, Sampling, Submit, unpack_ids
 
-MAX_LANES = 128
 MAX_TOP_LOGPROBS = 64
-LARGEST = 1e4  # of a penalty or bias: logits stay finite in fp32
 
 
 def check_submit(submit: Submit, vocab_size: int, *, draining: bool) -> array[int]:
@@ -68,13 +66,13 @@ def _faults(submit: Submit, sampling: Sampling, vocab_size: int) -> Iterator[str
     for name, least, most in (
         ("max_tokens", 1, math.inf),
         ("min_tokens", 0, math.inf),
-        ("temperature", 0.0, LARGEST),
+        ("temperature", 0.0, LARGEST_PENALTY),
         ("top_p", 0.0, 1.0),
         ("top_k", 0, math.inf),
         ("min_p", 0.0, 1.0),
-        ("presence_penalty", -LARGEST, LARGEST),
-        ("frequency_penalty", -LARGEST, LARGEST),
-        ("repetition_penalty", 1 / LARGEST, LARGEST),
+        ("presence_penalty", -LARGEST_PENALTY, LARGEST_PENALTY),
+        ("frequency_penalty", -LARGEST_PENALTY, LARGEST_PENALTY),
+        ("repetition_penalty", 1 / LARGEST_PENALTY, LARGEST_PENALTY),
         ("logprobs", 0, MAX_TOP_LOGPROBS),
         ("prompt_logprobs", 0, MAX_TOP_LOGPROBS),
     ):
@@ -88,9 +86,9 @@ def _faults(submit: Submit, sampling: Sampling, vocab_size: int) -> Iterator[str
                 f"logit_bias: found token id {token} after {before}, allowed ascending ids below "
                 f"{vocab_size}; send ids of this model's tokenizer, each once"
             )
-        if not abs(bias) <= LARGEST:
+        if not abs(bias) <= LARGEST_PENALTY:
             yield (
-                f"logit_bias: found {bias} for token id {token}, allowed {-LARGEST:g} to "
-                f"{LARGEST:g}; send such a value"
+                f"logit_bias: found {bias} for token id {token}, allowed {-LARGEST_PENALTY:g} to "
+                f"{LARGEST_PENALTY:g}; send such a value"
             )
         before = token

@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from gateway.errors import near
 from policies.admission import AdmissionLimits
+from policies.contract.wire import MAX_LANES
 from policies.routing import RoutingPolicy
 
 ENV_PREFIX = "KAGARI_"
@@ -306,6 +307,10 @@ def _check(config: GatewayConfig) -> None:
         value = getattr(config.idempotency, key)
         if not value >= 0:
             raise ConfigError(f"idempotency.{key}", str(value), "0 or more", "Raise it.")
+    if config.limits.choices > MAX_LANES:
+        raise ConfigError(
+            "limits.choices", str(config.limits.choices), f"1 to {MAX_LANES}", "Lower it."
+        )
     if config.limits.body_bytes_in_flight < config.limits.body_bytes:
         raise ConfigError(
             "limits.body_bytes_in_flight",

@@ -36,7 +36,7 @@ class MetricRow:
 METRICS = (
     MetricRow("kagari_requests", "counter", "requests", ("route", "status"), "Answered requests."),
     MetricRow("kagari_errors", "counter", "errors", ("code",), "Refusals and faults by code."),
-    MetricRow("kagari_completions", "counter", "requests", ("model", "outcome"), "Chat outcomes."),
+    MetricRow("kagari_completions", "counter", "requests", ("model", "outcome"), "How they ended."),
     MetricRow("kagari_affinity", "counter", "requests", ("outcome",), "Where sessions were sent."),
     MetricRow(
         "kagari_affinity_ignored", "counter", "signals", ("source",), "Signals outside the limits."
@@ -48,9 +48,15 @@ METRICS = (
         ("outcome",),
         "Requests with an Idempotency-Key: first, joined, replayed, refused.",
     ),
-    MetricRow("kagari_prompt_tokens", "counter", "tokens", ("model",), "Prompt tokens served."),
-    MetricRow("kagari_cached_tokens", "counter", "tokens", ("model",), "Prompt tokens reused."),
-    MetricRow("kagari_completion_tokens", "counter", "tokens", ("model",), "Tokens produced."),
+    MetricRow("kagari_prompt_tokens", "counter", "tokens", ("model",), "Prompt tokens billed."),
+    MetricRow(
+        "kagari_cached_tokens",
+        "counter",
+        "tokens",
+        ("model",),
+        "Billed prompt tokens that were reused.",
+    ),
+    MetricRow("kagari_completion_tokens", "counter", "tokens", ("model",), "Tokens billed."),
     MetricRow("kagari_requests_in_flight", "gauge", "requests", (), "Admitted, not ended."),
     MetricRow("kagari_reserved_tokens", "gauge", "tokens", (), "Tokens reserved by admission."),
     MetricRow("kagari_nodes", "gauge", "nodes", ("state",), "Nodes by state."),

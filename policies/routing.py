@@ -23,7 +23,7 @@ from policies.contract.wire import NodeState
 
 Affinity = Literal["hit", "spill", "new", "none"]
 Reason = Literal["home", "least_cost", "rendezvous", "least_in_flight", "turn"]
-Rejection = Literal["state", "engine", "tried", "full", "overloaded"]
+Rejection = Literal["state", "engine", "wire_version", "tried", "full", "overloaded"]
 
 
 class RoutingPolicy(StrEnum):
@@ -65,6 +65,7 @@ class Candidate:
     overloaded: bool  # its out-queue is full
     backlog_tokens: int  # uncached prompt tokens waiting or running there
     tokens_per_s: float  # measured prefill rate; 0: not known
+    speaks: bool = True  # its wire version has every field that the request needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,8 @@ def _rejection(candidate: Candidate) -> Rejection | None:
         return "state"
     if not candidate.engine_ready:
         return "engine"
+    if not candidate.speaks:
+        return "wire_version"
     if candidate.in_flight >= candidate.max_in_flight:
         return "full"
     if candidate.overloaded:

@@ -33,7 +33,9 @@ def local_fleet(bench: Bench, **config: Any) -> tuple[Fleet, Session]:
     digest = bundle_digest(bench.bundle)
     bundles.put(digest, bench.text)
     fleet = Fleet(bundles, FleetConfig(max_in_flight=1024, **config))
-    session = fleet.attach(wire.Hello(1, 1, "local", 1, "mixed", (engine_info(bench, digest),)))
+    session = fleet.attach(
+        wire.Hello(wire.WIRE_VERSION, 1, "local", 1, "mixed", (engine_info(bench, digest),))
+    )
     assert isinstance(session, Session)
     return fleet, session
 

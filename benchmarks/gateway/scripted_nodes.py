@@ -89,7 +89,9 @@ class ScriptedNode:
             ping_timeout=4,
             close_timeout=1,
         ) as socket:
-            hello = wire.Hello(1, 1, f"s{self.index}", time.time_ns(), "mixed", (self.info,))
+            hello = wire.Hello(
+                wire.WIRE_VERSION, 1, f"s{self.index}", time.time_ns(), "mixed", (self.info,)
+            )
             await socket.send(wire.encode(hello))
             await self._on_welcome(socket, await socket.recv(decode=False))
             async with asyncio.TaskGroup() as tasks:

@@ -108,7 +108,6 @@ async def begin(
         if signal.value is not None
         else None
     )
-    seed_number = dice.getrandbits(63) if sampling.seed is None else sampling.seed
     parts: list[Part] = []
     for number, (prompt, max_tokens) in enumerate(zip(prompts, limits, strict=True)):
         dispatch = Dispatch(
@@ -119,7 +118,12 @@ async def begin(
             prompt=prompt.ids,
             page_keys=text.page_keys(root, prompt.ids),
             salt=salt,
-            sampling=sampling.to_wire(text, max_tokens=max_tokens, seed=seed_number),
+            # Each prompt draws as if it were alone, so that its place in a batch changes nothing.
+            sampling=sampling.to_wire(
+                text,
+                max_tokens=max_tokens,
+                seed=dice.getrandbits(63) if sampling.seed is None else sampling.seed,
+            ),
             deadline_s=services.config.limits.request_deadline_s,
             affinity_key=session,
             n=sampling.n,

@@ -12,7 +12,7 @@ from gateway.api.exchange import Exchange
 from gateway.errors import GatewayError
 from gateway.ledger.keys import Key
 from gateway.ledger.rows import Attempt, Ending, OpenRow, Quality, Settlement
-from gateway.nodes.fleet import NoCapacity, NoNode
+from gateway.nodes.fleet import NoCapacity, NoNode, OldNodes
 from gateway.nodes.streams import Dispatch, Stream, Waiter
 from gateway.services import Services
 from policies.contract.wire import Usage
@@ -264,9 +264,10 @@ class CompletionRun:
         usage = self.usage()
         metrics = self.services.metrics
         metrics.count("kagari_completions", model=self.model, outcome=status)
-        metrics.count("kagari_prompt_tokens", usage.prompt_tokens, model=self.model)
-        metrics.count("kagari_cached_tokens", usage.cached_tokens, model=self.model)
-        metrics.count("kagari_completion_tokens", usage.completion_tokens, model=self.model)
+        if status != "failed":  # as the ledger counts
+            metrics.count("kagari_prompt_tokens", usage.prompt_tokens, model=self.model)
+            metrics.count("kagari_cached_tokens", usage.cached_tokens, model=self.model)
+            metrics.count("kagari_completion_tokens", usage.completion_tokens, model=self.model)
         if ttft_s is not None:
             metrics.observe("kagari_ttft_seconds", ttft_s, model=self.model)
         self.exchange.notes.update(
@@ -294,6 +295,15 @@ def _no_place(refusal: NoCapacity | NoNode) -> GatewayError:
             allowed="a node with room",
             remedy="send the request again",
             retry_after_s=refusal.retry_after_s,
+        )
+    if isinstance(refusal, OldNodes):
+        return GatewayError(
+            "no_node",
+            field="model",
+            found="only nodes too old for penalties, logit_bias and log probabilities",
+            allowed="a node of this gateway's version",
+            remedy="leave those fields out, or ask the operator to upgrade the nodes",
+            retry_after_s=30.0,
         )
     return GatewayError(
         "no_node",

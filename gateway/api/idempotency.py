@@ -108,6 +108,15 @@ class Idempotency:
                 allowed=f"1 to {MAX_KEY_CHARS} printable ASCII characters",
                 remedy="send a UUID, and the same one with each retry",
             )
+        sent = [name.lower() for name, _ in exchange.scope["headers"]].count(HEADER.encode())
+        if sent > 1:  # the next proxy might choose another of them
+            raise GatewayError(
+                "invalid_request",
+                field=HEADER,
+                found=f"{sent} of them",
+                allowed="one",
+                remedy="send one key",
+            )
         assert exchange.key is not None, "the route's role is client"
         named = "\0".join((exchange.key.key_id, scope, text)).encode()
         return blake2b(named, digest_size=16, key=self.secret, person=b"idempotency").digest()

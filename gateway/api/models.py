@@ -25,6 +25,7 @@ class Disclosure(Struct, frozen=True):
     """What is served and at what price, as far as OpenAI's own fields have no place for it."""
 
     nodes: int
+    chat: bool  # else it has no template, and only /v1/completions takes it
     weights_precision: str
     kv_precision: str
     compute: str
@@ -112,6 +113,7 @@ def _told(services: Services, model: ServedModel) -> Model:
         alias_of=model.alias_of,
         kagari=Disclosure(
             nodes=model.nodes,
+            chat=model.text.has_template,
             weights_precision=info.weights_precision,
             kv_precision=info.kv_precision,
             compute=info.compute,

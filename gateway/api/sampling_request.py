@@ -14,14 +14,13 @@ from msgspec import Struct
 from gateway.config import LimitsConfig
 from gateway.errors import GatewayError, quote
 from gateway.text.model import TextModel
-from policies.contract.wire import Sampling
+from policies.contract.wire import LARGEST_PENALTY, Sampling
 
 T = TypeVar("T")
 
 SEED_MASK = (1 << 63) - 1
 MAX_TOP_LOGPROBS = 20
 MAX_BIASED_IDS = 1024
-MAX_REPETITION_PENALTY = 1e6  # beyond it logits stop being numbers
 
 
 class StreamOptions(Struct, frozen=True):
@@ -135,9 +134,8 @@ def read_sampling(
             "repetition_penalty",
             body.repetition_penalty,
             1.0,
-            low=0.0,
-            high=MAX_REPETITION_PENALTY,
-            low_is_open=True,
+            low=1 / LARGEST_PENALTY,
+            high=LARGEST_PENALTY,
         ),
         logit_bias=_logit_bias(body.logit_bias or {}),
         logprobs=logprobs,

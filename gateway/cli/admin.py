@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from gateway.cli.admin_call import Admin
@@ -15,7 +17,27 @@ Tenant = Annotated[str | None, typer.Option(help="Only this tenant.")]
 KeyId = Annotated[str | None, typer.Option(help="Only the key with this id.")]
 Model = Annotated[str | None, typer.Option(help="Only this model.")]
 
+CONNECTION = ("--home", "--url", "--token", "--token-file")
+
+
+class FlagsAnywhere(TyperGroup):
+    """The connection's flags may stand behind a command's name too, where all others have them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        flags: list[str] = []
+        others: list[str] = []
+        left = deque(args)
+        while left and left[0] != "--":
+            word = left.popleft()
+            name, is_whole, _ = word.partition("=")
+            (flags if name in CONNECTION else others).append(word)
+            if name in CONNECTION and not is_whole and left:
+                flags.append(left.popleft())
+        return super().parse_args(ctx, [*flags, *others, *left])
+
+
 admin_app = typer.Typer(
+    cls=FlagsAnywhere,
     help="Ask and steer a running gateway. Exit 0: done; 1: the answer is no, or nobody answers; "
     "2: change the command line or the token.",
     no_args_is_help=True,

@@ -45,6 +45,7 @@ RESTART_AFTER_S = 1.0
 MAX_RESTART_AFTER_S = 30.0
 STEADY_S = 60.0  # a node that ran this long starts again without a growing wait
 QUESTION = "What is the capital of France?"
+BEGINNING = "The capital of France is"  # for a model that cannot chat
 
 
 class Serve:
@@ -62,6 +63,7 @@ class Serve:
         self._selector = selectors.DefaultSelector()
         self._signals = 0
         self.models: list[str] = []
+        self.can_chat = True  # with the first of them
 
     @property
     def pids(self) -> dict[str, int]:
@@ -191,6 +193,7 @@ class Serve:
             return False
         ready = [node for node in nodes["nodes"] if node["state"] == "ready"]
         self.models = [model["id"] for model in models["data"]]
+        self.can_chat = all([model["kagari"]["chat"] for model in models["data"][:1]])
         return bool(self.models) and len(ready) >= len(self._plan.nodes)
 
     def _admin(self) -> Server:
@@ -255,21 +258,19 @@ def write_last_start(home: Path, seconds: float) -> None:
     (home / "last_start_s").write_text(f"{seconds:.2f}\n")
 
 
-def essentials(plan: ServePlan, *, secret: str, model: str, home: Path) -> str:
+def essentials(plan: ServePlan, *, secret: str, model: str, can_chat: bool, home: Path) -> str:
     """What a newcomer needs, and a curl to paste."""
-    body = json.dumps(
-        {
-            "model": model,
-            "messages": [{"role": "user", "content": QUESTION}],
-            "max_tokens": 32,
-            "temperature": 0,
-        }
+    path, asked = (
+        ("chat/completions", {"messages": [{"role": "user", "content": QUESTION}]})
+        if can_chat
+        else ("completions", {"prompt": BEGINNING})
     )
+    body = json.dumps({"model": model, **asked, "max_tokens": 32, "temperature": 0})
     return (
         f"ready {plan.api_url}/v1\n"
         f"key   {secret}\n"
         f"home  {home}\n\n"
-        f"curl {plan.api_url}/v1/chat/completions \\\n"
+        f"curl {plan.api_url}/v1/{path} \\\n"
         f"  -H 'Authorization: Bearer {secret}' \\\n"
         f"  -H 'Content-Type: application/json' \\\n"
         f"  -d '{body}'\n"
@@ -307,7 +308,13 @@ def announce(
     running: Serve, plan: ServePlan, *, options: ServeOptions, secret: str, as_json: bool
 ) -> None:
     if not as_json:
-        text = essentials(plan, secret=secret, model=running.models[0], home=options.home)
+        text = essentials(
+            plan,
+            secret=secret,
+            model=running.models[0],
+            can_chat=running.can_chat,
+            home=options.home,
+        )
         sys.stdout.write("\n" + text)
         sys.stdout.flush()
         return

@@ -22,6 +22,7 @@ from gateway.nodes.node import LOST_AFTER_S, SUSPECT_AFTER_S, Node
 from gateway.nodes.outbox import OUTBOX_BYTES, Outbox
 from gateway.nodes.placement import NoCapacity as NoCapacity  # what dispatch raises is ours too
 from gateway.nodes.placement import NoNode as NoNode
+from gateway.nodes.placement import OldNodes as OldNodes
 from gateway.nodes.placement import Placement
 from gateway.nodes.served import ServedModels
 from gateway.nodes.session import Session
@@ -259,7 +260,7 @@ class Fleet:
         wanted = self.bundles.missing(digests)
         for digest in wanted:
             session.assemblies.setdefault(digest, Assembly(digest))
-        welcome = Welcome(wire.WIRE_VERSION, self.config.gateway_id, wanted)
+        welcome = Welcome(node.wire_version, self.config.gateway_id, wanted)
         session.outbox.send_urgent(wire.encode(welcome))
 
     def detach(self, session: Session, why: str) -> None:

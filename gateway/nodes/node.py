@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gateway.nodes.engines import Engine
 from gateway.nodes.session import Session
+from policies.contract import wire
 from policies.contract.wire import EngineInfo, EngineReport, Hello, NodeState, Report, Role
 
 SUSPECT_AFTER_S = 5.0  # without a report: out of routing
@@ -18,6 +19,7 @@ class Node:
         self.role: Role = "mixed"
         self.epoch = -1
         self.software = ""
+        self.wire_version = wire.WIRE_VERSION  # the newest that both ends speak
         self.session: Session | None = None
         self.engine_by_index: dict[int, Engine] = {}
         self.report: Report | None = None
@@ -33,6 +35,7 @@ class Node:
         self.role = hello.role
         self.epoch = hello.node_epoch
         self.software = hello.software
+        self.wire_version = min(hello.version, wire.WIRE_VERSION)
         self.session = session
         self.report = None
         self.reported_at = now

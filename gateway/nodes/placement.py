@@ -31,6 +31,10 @@ class NoNode(Exception):
         self.model = model
 
 
+class OldNodes(NoNode):
+    """Nodes serve the model, but none that knows every field of the request."""
+
+
 class NoCapacity(Exception):
     """Every node that serves the model is full; try again after retry_after_s."""
 
@@ -88,6 +92,8 @@ class Placement:
         kept, rejected = filter_candidates(candidates)
         if not kept:
             routable = [one for one in candidates if one.state == "ready" and one.engine_ready]
+            if routable and not any(one.speaks for one in routable):
+                raise OldNodes(dispatch.model)
             raise NoCapacity(dispatch.model, retry_after_s(routable, self._parameters))
         wanted = Wanted(
             prompt_tokens=len(dispatch.prompt),
@@ -119,6 +125,7 @@ class Placement:
             engine=engine.info.engine,
             state=node.state(servable=True),  # its engine is asked below
             engine_ready=self._served.is_servable(engine),
+            speaks=node.wire_version >= flow.dispatch.sampling.least_version,
             tried=node.node_id in flow.tried,
             in_flight=in_flight,
             max_in_flight=self._max_in_flight,

@@ -15,10 +15,12 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2  # 2: Sampling from presence_penalty on, Logprobs, PromptLogprobs
 MIN_WIRE_VERSION = 1
 BUNDLE_PART_BYTES = 1 << 20
 MAX_FRAME_BYTES = 16 << 20
+MAX_LANES = 128  # of one Submit
+LARGEST_PENALTY = 1e4  # either way, and of a bias: logits stay finite in fp32
 
 Role = Literal["mixed", "prefill", "decode"]
 Tier = Literal["device", "host", "disk", "cluster"]
@@ -64,6 +66,19 @@ class Sampling(Struct, frozen=True, array_like=True, omit_defaults=False):
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added), ids ascending
     logprobs: int | None = None  # alternatives beside the chosen token; None: no logprobs
     prompt_logprobs: int | None = None  # the same for the prompt; the first lane tells them
+
+    @property
+    def least_version(self) -> int:
+        """Of a reader that obeys all of it: an older one would skip fields and say nothing."""
+        is_plain = (
+            self.presence_penalty == 0.0
+            and self.frequency_penalty == 0.0
+            and self.repetition_penalty == 1.0
+            and not self.logit_bias
+            and self.logprobs is None
+            and self.prompt_logprobs is None
+        )
+        return 1 if is_plain else 2
 
 
 class Usage(Struct, frozen=True, array_like=True):

@@ -48,6 +48,31 @@ def turn(gateway: RunningGateway, text: str, session: str) -> str:
     return str(answer.headers["x-request-id"])
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--home", "HOME", "keys", "list", "--json"),
+        ("keys", "--home", "HOME", "list", "--json"),
+        ("keys", "list", "--json", "--home=HOME"),
+        ("keys", "list", "--home", "HOME", "--json"),
+    ],
+)
+def test_the_homes_flag_may_stand_where_every_other_command_has_it(
+    here: Kagari, shared: RunningGateway, arguments: tuple[str, ...]
+) -> None:
+    home = str(shared.services.home.folder)
+    told = here("admin", *[word.replace("HOME", home) for word in arguments])
+    assert told.returncode == 0, told.stderr
+    assert isinstance(json.loads(told.stdout), list)
+
+
+def test_a_flag_behind_two_dashes_is_a_value(here: Kagari, shared: RunningGateway) -> None:
+    home = str(shared.services.home.folder)
+    told = here("admin", "--home", home, "keys", "show", "--", "--token")
+    assert told.returncode == 1
+    assert '"--token"' in told.stderr
+
+
 def test_every_command_answers_in_json_and_as_a_table(here: Kagari, shared: RunningGateway) -> None:
     home = str(shared.services.home.folder)
     request_id = turn(shared, "hello", "conversation-1")

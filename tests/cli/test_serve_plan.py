@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 
 import pytest
 
 from gateway.cli.problem import Problem
+from gateway.cli.serve import essentials
 from gateway.cli.serve_plan import (
     DEFAULT_MODEL,
     Launch,
@@ -96,3 +98,17 @@ def test_a_busy_port_is_refused_with_its_remedy() -> None:
 
 def test_free_ports_are_all_different() -> None:
     assert len(set(free_ports("127.0.0.1", 20))) == 20
+
+
+@pytest.mark.parametrize(
+    ("can_chat", "path", "field"),
+    [(True, "/v1/chat/completions", "messages"), (False, "/v1/completions", "prompt")],
+)
+def test_the_printed_curl_asks_a_base_model_for_no_chat(
+    can_chat: bool, path: str, field: str
+) -> None:
+    plan = plan_serve(options(), port=8000, link_port=9001, admin_port=9002)
+    text = essentials(plan, secret="key", model="m", can_chat=can_chat, home=Path("/h"))
+    assert f"curl {plan.api_url}{path} " in text
+    body = json.loads(text[text.index("{") : text.rindex("}") + 1])
+    assert (body["model"], field in body) == ("m", True)

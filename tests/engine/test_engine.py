@@ -13,9 +13,8 @@ from engine.config import ScheduleConfig
 from engine.engine import Engine
 from engine.schedule.plan import StepPlan, StepResult
 from engine.schedule.scheduler import Scheduler
-from engine.submit import MAX_LANES
 from policies.contract import wire
-from policies.contract.wire import Abort, Drain, FinishLane, Sampling, Submit, pack_ids
+from policies.contract.wire import MAX_LANES, Abort, Drain, FinishLane, Sampling, Submit, pack_ids
 from tests.engine.arena_runner import VOCAB, alone, fold, likelihood, mix
 from tests.engine.engine_bench import PROMPT, SALT, BreakingRunner, EngineBench, engine_info
 

@@ -76,6 +76,7 @@ def test_unknown_variable_is_named_as_it_was_written() -> None:
         ("[stream]\nheartbeat_s = 0\n", "stream.heartbeat_s"),
         ("[stream]\nheartbeat_s = nan\n", "stream.heartbeat_s"),
         ("[limits]\nbody_bytes_in_flight = 5\n", "limits.body_bytes_in_flight"),
+        ("[limits]\nchoices = 129\n", "limits.choices"),
         ('[routing]\npolicy = "random"\n', "routing.policy"),
         ("[server\n", "kagari.toml"),
     ],

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.execute.sampling import Choice, adjust, exponentials, sample, weigh
-from engine.submit import LARGEST
+from policies.contract.wire import LARGEST_PENALTY as LARGEST
 from policies.contract.wire import Sampling
 
 

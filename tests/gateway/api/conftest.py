@@ -26,6 +26,7 @@ from gateway.app import Addresses, build, running
 from gateway.config import GatewayConfig, LimitsConfig, ServerConfig, StreamConfig
 from gateway.services import Services
 from gateway.telemetry import make_log
+from policies.contract.wire import WIRE_VERSION
 
 KEY = "test-key-0123456789abcdef"
 OTHER_KEY = "other-key-0123456789abcd"
@@ -137,7 +138,12 @@ async def _nodes_ready(services: Services, count: int) -> None:
 
 @contextmanager
 def start_gateway(
-    home: Path, config: GatewayConfig = QUICK, *, nodes: int = 1, models: Any = None
+    home: Path,
+    config: GatewayConfig = QUICK,
+    *,
+    nodes: int = 1,
+    models: Any = None,
+    wire_version: int = WIRE_VERSION,
 ) -> Iterator[RunningGateway]:
     """Up to ready, and down again with nothing left behind."""
     config = msgspec.structs.replace(config, home=str(home))
@@ -152,7 +158,7 @@ def start_gateway(
         async with build(config, api_keys=(KEY, OTHER_KEY), log=make_log(log)) as services:
             made = {}
             for number in range(1, nodes + 1):
-                node = scripted_node.ScriptedNode(f"n{number}")
+                node = scripted_node.ScriptedNode(f"n{number}", wire_version=wire_version)
                 if models is not None:
                     node.models = models
                 made[node.node_id] = node

@@ -102,6 +102,7 @@ class ScriptedNode:
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     by_lane: dict[int, Served] = field(default_factory=dict)
     socket: ClientConnection | None = None
+    wire_version: int = wire.WIRE_VERSION
 
     rules: list[tuple[str, dict[str, object]]] = field(default_factory=list)  # before messages
 
@@ -152,7 +153,9 @@ class ScriptedNode:
             for index, (name, bundle) in enumerate(self.models.items())
         )
         await socket.send(
-            wire.encode(wire.Hello(1, 1, self.node_id, epoch, "mixed", infos, "scripted"))
+            wire.encode(
+                wire.Hello(self.wire_version, 1, self.node_id, epoch, "mixed", infos, "scripted")
+            )
         )
         welcome = wire.decode_from_gateway(await socket.recv())
         assert isinstance(welcome, wire.Welcome), welcome

@@ -91,6 +91,8 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"presence_penalty": -2.1}, "invalid_request", "presence_penalty"),
     ({"frequency_penalty": 9}, "invalid_request", "frequency_penalty"),
     ({"repetition_penalty": 0}, "invalid_request", "repetition_penalty"),
+    ({"repetition_penalty": 1e-5}, "invalid_request", "repetition_penalty"),
+    ({"repetition_penalty": 10_001}, "invalid_request", "repetition_penalty"),
     ({"min_tokens": -1}, "invalid_request", "min_tokens"),
     ({"min_tokens": 6, "max_tokens": 5}, "invalid_request", "min_tokens"),
     ({"ignore_eos": 1}, "invalid_request", "ignore_eos"),

@@ -284,6 +284,7 @@ def test_models_tell_window_and_precision(gateway) -> None:
     told = one["kagari"]
     precision = (told["weights_precision"], told["kv_precision"], told["compute"])
     assert precision == ("q4_1", "bf16", "exact")
+    assert told["chat"] is True
     rates = gateway.services.prices.rates("tiny")
     assert told["price_pico_usd_per_token"] == {
         "input": rates.input,

@@ -141,6 +141,24 @@ def test_many_prompts_are_choices_of_one_answer_and_one_bill(gateway, form, stre
     assert {len(served.submit.lanes) for served in gateway.node.served} == {2}
 
 
+def test_the_same_prompt_twice_without_a_seed_draws_twice(gateway) -> None:
+    assert post(gateway, ["ok"] * 4).status_code == 200
+    assert len({served.submit.sampling.seed for served in gateway.node.served}) == 4
+
+
+def test_a_prompt_with_a_seed_draws_as_if_it_were_alone(gateway) -> None:
+    assert post(gateway, ["ok"] * 4, n=2, seed=7).status_code == 200
+    assert {served.submit.sampling.seed for served in gateway.node.served} == {7}
+
+
+def test_a_field_that_the_only_node_would_skip_is_refused_and_told(tmp_path, start) -> None:
+    with start(tmp_path, wire_version=1) as old:
+        reply = post(old, "ok", presence_penalty=1)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "no_node")
+        assert "too old" in reply.json()["error"]["found"]
+        assert post(old, "ok", n=2, presence_penalty=0).status_code == 200
+
+
 def test_ids_of_one_prompt_are_one_prompt(gateway) -> None:
     ids = [*scripted_node.ids_of(say("yes")), scripted_node.END_ID]
     assert post(gateway, ids).json()["choices"][0]["text"] == "ok"  # no JSON: an id at its end
@@ -270,6 +288,7 @@ def test_a_model_without_a_template_completes_and_does_not_chat(tmp_path, start,
         reply = client.post("/v1/chat/completions", json=ask("hello"))
         assert (reply.status_code, reply.json()["error"]["code"]) == (400, "no_chat_template")
         assert PATH in reply.json()["error"]["remedy"]
+        assert client.get("/v1/models").json()["data"][0]["kagari"]["chat"] is False
         running.wait_idle()
 
 

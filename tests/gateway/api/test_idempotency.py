@@ -379,6 +379,23 @@ def test_key_that_is_none_is_a_400(gateway, value) -> None:
     assert not gateway.node.served
 
 
+def test_two_keys_on_one_request_are_refused(gateway, post) -> None:
+    reply = post(body_of({}), [("idempotency-key", "one"), ("Idempotency-Key", "two")])
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "idempotency-key")
+    assert not gateway.node.served
+
+
+def test_spaces_around_a_key_are_no_part_of_it(gateway) -> None:
+    replies = []
+    for value in ("spaced", "  spaced \t"):
+        extra = f"Idempotency-Key: {value}\r\nConnection: close\r\n"
+        with gateway.connect() as sock:
+            sock.sendall(gateway.raw(body_of({}), extra=extra))
+            replies.append(read_until(sock, b"}}}"))
+    assert b"idempotent-replayed: true" in replies[1].lower()
+    assert len(gateway.node.served) == 1
+
+
 def test_key_of_255_characters_is_taken(gateway, post) -> None:
     assert post(body_of({}), {"idempotency-key": "~" * 255}).status_code == 200
 

@@ -11,6 +11,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 
 from gateway.ledger.files import LEDGER_NAME
@@ -95,6 +96,7 @@ def test_every_request_is_billed_exactly_once(tmp_path, start, first_seed, visit
             )
         running.wait_idle(10)
         running.services.ledger = ledger.real
+        metrics = httpx.get(running.addresses.admin_url + "/metrics", trust_env=False).text
         connection = sqlite3.connect(running.services.home.folder / LEDGER_NAME)
         connection.row_factory = sqlite3.Row
         rows = connection.execute("SELECT * FROM requests").fetchall()
@@ -109,6 +111,9 @@ def test_every_request_is_billed_exactly_once(tmp_path, start, first_seed, visit
     assert {row["request_id"] for row in rows} >= submitted
     assert len(rows) == len({row["request_id"] for row in rows}) == len(ledger.settled)
     assert set(ledger.settled.values()) == {1}
+    for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
+        counter = f'kagari_{name}_total{{model="tiny"}} {float(sum(row[name] for row in rows))}'
+        assert counter in metrics.splitlines()
     statuses = Counter(row["status"] for row in rows)
     assert set(statuses) == {"ok", "failed", "client_left"}, statuses
     for row in rows:

@@ -74,11 +74,19 @@ def request(number: int, tokens: int = 100, **changes: Any) -> Dispatch:
 class FakeNode:
     """One node process: `join` links it, `read` takes what the gateway sent."""
 
-    def __init__(self, fleet: Fleet, node_id: str, *infos: wire.EngineInfo, epoch: int = 1) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        node_id: str,
+        *infos: wire.EngineInfo,
+        epoch: int = 1,
+        version: int = wire.WIRE_VERSION,
+    ) -> None:
         self.fleet = fleet
         self.node_id = node_id
         self.infos = infos or (info(),)
         self.epoch = epoch
+        self.version = version
         self.session: Session | None = None
         self.received: list[Any] = []
         self.request_by_lane: dict[int, tuple[str, int]] = {}
@@ -89,7 +97,7 @@ class FakeNode:
 
     def hello(self) -> wire.Hello:
         return wire.Hello(
-            wire.WIRE_VERSION,
+            self.version,
             wire.MIN_WIRE_VERSION,
             self.node_id,
             self.epoch,

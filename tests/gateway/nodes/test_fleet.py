@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from gateway.nodes.fleet import UnknownNode
-from gateway.nodes.placement import NoCapacity, NoNode
+from gateway.nodes.placement import NoCapacity, NoNode, OldNodes
 from gateway.nodes.session import Session
 from gateway.nodes.streams import MAX_UNREAD_TOKENS, Burst, Stream, Waiter
 from policies.contract import wire
@@ -411,11 +411,47 @@ def test_a_newer_link_of_a_node_replaces_the_older() -> None:
     assert refused.code == "stale_epoch"
 
 
-@pytest.mark.parametrize(("version", "lowest", "fits"), [(1, 1, True), (9, 1, True), (9, 2, False)])
+@pytest.mark.parametrize(("version", "lowest", "fits"), [(1, 1, True), (9, 2, True), (9, 3, False)])
 def test_wire_versions_are_negotiated(version: int, lowest: int, fits: bool) -> None:
     opened = fleet().attach(wire.Hello(version, lowest, "n1", 1, "mixed", (info(),)))
     assert isinstance(opened, Session) is fits
     assert fits or (isinstance(opened, wire.Refused) and opened.code == "wire_version")
+
+
+def test_a_node_of_an_older_wire_is_welcomed_in_its_own_version() -> None:
+    opened = fleet().attach(wire.Hello(1, 1, "n1", 1, "mixed", (info(),)))
+    assert isinstance(opened, Session)
+    frame = opened.outbox.pop()
+    assert frame is not None
+    welcome = wire.decode_from_gateway(frame)
+    assert isinstance(welcome, wire.Welcome)
+    assert welcome.version == 1
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": ((1, 5.0),)},
+        {"logprobs": 0},
+        {"prompt_logprobs": 0},
+    ],
+)
+def test_an_older_node_is_not_asked_for_fields_that_it_would_skip(field: dict[str, Any]) -> None:
+    gateway = fleet()
+    FakeNode(gateway, "old", version=1).join()
+    wanting = wire.Sampling(10, **field)
+    for number in range(8):
+        with gateway.dispatch(request(number, tokens=1)) as stream:
+            assert stream.node_id == "old"
+        with pytest.raises(OldNodes):
+            gateway.dispatch(request(100 + number, sampling=wanting))
+    FakeNode(gateway, "new").join()
+    with gateway.dispatch(request(200, sampling=wanting)) as stream:
+        assert stream.node_id == "new"
+        assert stream.decision.rejected == (("old", "wire_version"),)
 
 
 @pytest.mark.parametrize(

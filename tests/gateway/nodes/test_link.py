@@ -41,7 +41,7 @@ def dial(url: str, **changes: Any) -> Any:
     return connect(url, **(settings | changes))
 
 
-def hello(node_id: str = "n1", *infos: wire.EngineInfo, version: int = 1) -> bytes:
+def hello(node_id: str = "n1", *infos: wire.EngineInfo, version: int = wire.WIRE_VERSION) -> bytes:
     return wire.encode(wire.Hello(version, version, node_id, 1, "mixed", infos or (info(),)))
 
 
@@ -80,7 +80,7 @@ async def test_a_request_over_a_real_link() -> None:
     async with serving(fleet) as url, dial(url) as socket:
         await socket.send(hello())
         welcome = await receive(socket)
-        assert welcome == wire.Welcome(1, "gateway", ())
+        assert welcome == wire.Welcome(wire.WIRE_VERSION, "gateway", ())
         with fleet.dispatch(request(1)) as stream:
             submit = await receive(socket)
             await socket.send(wire.encode(wire.Step(0, 1, list(submit.lanes), [42])))
