@@ -203,6 +203,32 @@ def start_gateway(
         raise failed[0]
 
 
+@dataclass
+class FuzzCount:
+    """Cases that the full counts ran, told at the end of the session."""
+
+    started: float = field(default_factory=time.monotonic)
+    cases_by_name: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, cases: int) -> None:
+        self.cases_by_name[name] = cases
+
+    def lines(self) -> list[str]:
+        seconds = time.monotonic() - self.started
+        total = sum(self.cases_by_name.values())
+        told = [f"  {cases:6} {name}" for name, cases in self.cases_by_name.items()]
+        return [f"{total} fuzz cases in {seconds:.0f} s:", *told] if told else []
+
+
+@pytest.fixture(scope="session")
+def fuzz_count(request: pytest.FixtureRequest) -> Iterator[FuzzCount]:
+    count = FuzzCount()
+    yield count
+    terminal = request.config.pluginmanager.getplugin("terminalreporter")
+    for line in ["", *count.lines()]:
+        terminal.write_line(line)
+
+
 @pytest.fixture(scope="module")
 def shared_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     with start_gateway(tmp_path_factory.mktemp("home")) as running_gateway:
