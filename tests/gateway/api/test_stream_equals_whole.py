@@ -178,6 +178,7 @@ def check(gateway: RunningGateway, client: WireClient, path: str, case: tuple[An
     answers: dict[bool, Answer] = {}
     for stream in (streamed_first, not streamed_first):
         gateway.node.resident.clear()
+        gateway.node.served.clear()
         fields = body | {"stream": stream, "stream_options": {"include_usage": True}}
         data = json.dumps(fields).encode()
         answers[stream] = client.ask(path, data, cuts=cuts)
