@@ -5,6 +5,7 @@
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(if $(shell command -v $(name)),$(name))))
 TORCH_INDEX ?=
 PEERS ?= $(HOME)/.cache/kagari/peers
+CLIENTS ?= $(HOME)/.cache/kagari/clients
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,7 +14,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --no-input
 BENCHMARKS := engine text gateway
 QUIET := $(if $(CI),--quiet,)
 
-.PHONY: install serve test demo prove peers model clean
+.PHONY: install serve test demo prove peers clients model clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -42,30 +43,38 @@ test: $(STAMP) model
 	$(BIN)/pytest -m "not slow and not gpu" $(ARGS)
 
 # Full counts and every headline number: long, on an otherwise idle machine.
-prove: $(STAMP) model
-	$(BIN)/pytest -m "slow and not gpu"
+prove: $(STAMP) model clients
+	@$(BIN)/kagari models pull gemma3-270m
+	KAGARI_CLIENTS="$(CLIENTS)" $(BIN)/pytest -m "slow and not gpu"
 	$(BIN)/kagari demo --check
 	@set -e; for name in $(BENCHMARKS); do \
 	  echo "benchmarks.$$name"; $(BIN)/python -m benchmarks.$$name; done
 
-# Peers that the benchmarks compare with, each in an environment of its own, made once.
-VLLM_ROUTER := vllm-router==0.1.17
+# Peers that the benchmarks compare with, each in an environment of its own, made once: all of them,
+# or PEER="NAME …". Their versions are in benchmarks/peers/catalogue.py.
+PEER ?=
+export PEERS TORCH_INDEX
 
-peers: $(STAMP) $(PEERS)/vllm-router/.installed-0.1.17
-	@$(BIN)/python -c 'import transformers as t; print("transformers", t.__version__, "(.venv)")'
-	@echo "vllm-router 0.1.17 ($(PEERS)/vllm-router)"
-	@for name in llama.cpp vllm sglang litellm; do echo "$$name absent: comes later"; done
+peers: $(STAMP)
+	@$(BIN)/python -m benchmarks.peers $(PEER)
 
-$(PEERS)/vllm-router/.installed-0.1.17:
-	@mkdir -p "$(PEERS)"
-	@rm -rf "$(PEERS)/vllm-router"
-	@sh .ci/make-venv "$(PYTHON)" "$(PEERS)/vllm-router"
-	@"$(PEERS)/vllm-router/bin/pip" --disable-pip-version-check --no-input install --quiet $(VLLM_ROUTER) || { \
-	  echo "error: peers" >&2; \
-	  echo "  found:   $(VLLM_ROUTER) cannot be installed (above)" >&2; \
-	  echo "  allowed: its wheel, for Linux on x86-64 or arm64, from a package index" >&2; \
-	  echo "  remedy:  give pip an index that has it (PIP_INDEX_URL), then make peers again;" >&2; \
-	  echo "           without it benchmarks.gateway names the rows against it as absent" >&2; \
+# Agent harnesses that tests run against a whole Kagari, each in a folder of its own, made once.
+OPENCODE := opencode-ai@1.18.33
+PI := @mariozechner/pi-coding-agent@0.73.1
+
+clients: $(CLIENTS)/opencode/.installed-1.18.33 $(CLIENTS)/pi/.installed-0.73.1
+	@echo "$(OPENCODE) ($(CLIENTS)/opencode)"
+	@echo "$(PI) ($(CLIENTS)/pi)"
+
+$(CLIENTS)/opencode/.installed-1.18.33: PACKAGE := $(OPENCODE)
+$(CLIENTS)/pi/.installed-0.73.1: PACKAGE := $(PI)
+$(CLIENTS)/opencode/.installed-1.18.33 $(CLIENTS)/pi/.installed-0.73.1:
+	@mkdir -p "$(@D)"
+	@npm install --no-audit --no-fund --loglevel=error --prefix "$(@D)" $(PACKAGE) || { \
+	  echo "error: clients" >&2; \
+	  echo "  found:   $(PACKAGE) cannot be installed (above)" >&2; \
+	  echo "  allowed: npm with Node 20.6 or later, and the package in its registry" >&2; \
+	  echo "  remedy:  install Node, give npm a registry that has it, then make clients again" >&2; \
 	  exit 1; }
 	@touch $@
 

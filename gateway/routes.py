@@ -164,6 +164,10 @@ ADMIN_ROUTES: tuple[Route, ...] = (
 )
 
 
+CHAT = "/v1/chat/completions"
+OTHER_CHATS = ("/v1/responses", "/v1/messages")
+
+
 def find_route(routes: Sequence[Route], path: str, method: str) -> tuple[Route, dict[str, str]]:
     """Raises GatewayError: not_found with near paths, or method_not_allowed with Allow."""
     allowed: list[str] = []
@@ -183,7 +187,10 @@ def find_route(routes: Sequence[Route], path: str, method: str) -> tuple[Route, 
             remedy=f"use {allowed[0]}",
             headers=[("allow", ", ".join(allowed))],
         )
-    nearest = near(path, [route.path for route in routes])
+    paths = [route.path for route in routes]
+    # By spelling /v1/messages is near /v1/models; what its clients can be set to is chat.
+    is_chat = path.startswith(OTHER_CHATS) and CHAT in paths
+    nearest = [CHAT] if is_chat else near(path, paths)
     raise GatewayError(
         "not_found",
         field="path",

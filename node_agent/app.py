@@ -193,7 +193,7 @@ def prepare_models(
             raise Stopped
         checkpoint = resolve(name, catalogue, folder)
         with stage(emit, "checkpoint", checkpoint.path.name):
-            ensure(checkpoint, progress=progress)
+            checkpoint = ensure(checkpoint, progress=progress)
         with stage(emit, "bundle", checkpoint.name):
             prepared.append(prepare(checkpoint, bundle_caches=bundle_caches(folder, config.home)))
     return prepared

@@ -1,8 +1,4 @@
-"""Makes the tokenizer bundle of a checkpoint: from a GGUF vocabulary or from a Hugging Face folder.
-
-The GGUF rules are llama.cpp's (src/llama-vocab.cpp) for the pre-tokenizer `smollm`: single digits,
-then byte-level BPE without a prefix space; control tokens match as whole pieces.
-"""
+"""Makes the tokenizer bundle of a checkpoint: a GGUF file or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -12,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from node_agent.disk import write_atomically
 from node_agent.errors import NodeError
 from node_agent.gguf import read_gguf
+from node_agent.gguf_vocab import gguf_tokenizer, read_vocabulary, refuse
 from policies.contract.bundle import Bundle, decode_bundle, encode_bundle
 
-BUILDER_VERSION = 1  # part of the cache key: raise it when the same file gives another bundle
-CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+BUILDER_VERSION = 3  # part of the cache key: raise it when the same file gives another bundle
 # Texts that end a completion wherever they are control tokens (llama.cpp's end-of-generation set).
 END_TEXTS = (
     "<|endoftext|>",
@@ -44,93 +40,7 @@ PROBES = (
 )
 
 
-def _refuse(field: str, *, found: str, allowed: str, remedy: str) -> NodeError:
-    return NodeError(f"tokenizer: {field}", found=found, allowed=allowed, remedy=remedy)
-
-
 # --- GGUF ---------------------------------------------------------------------------------------
-
-
-def gguf_tokenizer(values: Mapping[str, object]) -> Tokenizer:
-    """The tokenizer of a GGUF vocabulary. Raises NodeError on rules that are not known here."""
-    kind = values.get("tokenizer.ggml.model")
-    if kind != "gpt2":
-        raise _refuse(
-            "tokenizer.ggml.model",
-            found=repr(kind),
-            allowed="'gpt2' (byte-level BPE)",
-            remedy="serve the model's Hugging Face folder, which brings its tokenizer.json",
-        )
-    pre = values.get("tokenizer.ggml.pre")
-    if pre != "smollm":
-        raise _refuse(
-            "tokenizer.ggml.pre",
-            found=repr(pre),
-            allowed="'smollm'",
-            remedy="serve the model's Hugging Face folder, which brings its tokenizer.json",
-        )
-    tokens = _strings(values, "tokenizer.ggml.tokens")
-    merges = [_merge(merge) for merge in _strings(values, "tokenizer.ggml.merges")]
-    types = values.get("tokenizer.ggml.token_type")
-    if not isinstance(types, list) or len(types) != len(tokens):
-        raise _refuse(
-            "tokenizer.ggml.token_type",
-            found="absent or of another length",
-            allowed=f"{len(tokens)} integers, one a token",
-            remedy="convert or pull the file again",
-        )
-    vocab = {token: index for index, token in enumerate(tokens)}
-    if len(vocab) != len(tokens):
-        raise _refuse(
-            "tokenizer.ggml.tokens",
-            found=f"{len(tokens) - len(vocab)} tokens that occur twice",
-            allowed="tokens that differ",
-            remedy="convert or pull the file again",
-        )
-    try:
-        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    except Exception as error:  # the library raises bare Exception on a merge of unknown tokens
-        raise _refuse(
-            "tokenizer.ggml.merges",
-            found=str(error),
-            allowed="pairs of known tokens",
-            remedy="convert or pull the file again",
-        ) from error
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    by_kind = {
-        kind: [token for token, found in zip(tokens, types, strict=True) if found == kind]
-        for kind in (CONTROL, USER_DEFINED)
-    }
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in by_kind[CONTROL]]
-    )
-    tokenizer.add_tokens(
-        [AddedToken(token, special=False, normalized=False) for token in by_kind[USER_DEFINED]]
-    )
-    return tokenizer
-
-
-def _strings(values: Mapping[str, object], key: str) -> list[str]:
-    found = values.get(key)
-    if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
-        raise _refuse(
-            key,
-            found=type(found).__name__,
-            allowed="an array of strings",
-            remedy="convert or pull the file again",
-        )
-    return found
-
-
-def _merge(text: str) -> tuple[str, str]:
-    left, _, right = text.partition(" ")
-    return left, right
 
 
 def require_round_trips(tokenizer: Tokenizer) -> None:
@@ -139,7 +49,7 @@ def require_round_trips(tokenizer: Tokenizer) -> None:
         ids = tokenizer.encode(probe, add_special_tokens=False).ids
         back = tokenizer.decode(ids, skip_special_tokens=False)
         if back != probe:
-            raise _refuse(
+            raise refuse(
                 "round trip",
                 found=f"{back!r} for {probe!r}",
                 allowed="the text itself",
@@ -155,12 +65,10 @@ def gguf_bundle(
     labels: Sequence[str],
 ) -> Bundle:
     """The bundle of a GGUF file's metadata; context_tokens None takes the file's own."""
-    tokenizer = gguf_tokenizer(values)
+    vocabulary = read_vocabulary(values)
+    tokenizer = gguf_tokenizer(vocabulary, values)
     require_round_trips(tokenizer)
-    tokens = _strings(values, "tokenizer.ggml.tokens")
-    eos, bos = (
-        _token_id(values, f"tokenizer.ggml.{name}_token_id", tokens) for name in ("eos", "bos")
-    )
+    tokens, bos, eos = vocabulary.tokens, vocabulary.bos_id, vocabulary.eos_id
     architecture = values.get("general.architecture")
     context = context_tokens or values.get(f"{architecture}.context_length")
     template = values.get("tokenizer.chat_template")
@@ -169,27 +77,13 @@ def gguf_bundle(
         chat_template=template if isinstance(template, str) else None,
         bos_token=None if bos is None else tokens[bos],
         eos_token=None if eos is None else tokens[eos],
-        stop_token_ids=_stop_ids(tokenizer, [] if eos is None else [eos]),
-        add_bos=values.get("tokenizer.ggml.add_bos_token") is True,
+        stop_token_ids=_stop_ids(tokenizer, vocabulary.end_ids),
+        add_bos=vocabulary.add_bos and bos is not None,
         context_tokens=_positive("context_length", context),
         page_size=page_size,
         vocab_size=len(tokens),
         labels=tuple(labels),
     )
-
-
-def _token_id(values: Mapping[str, object], key: str, tokens: Sequence[str]) -> int | None:
-    found = values.get(key)
-    if found is None:
-        return None
-    if not isinstance(found, int) or not 0 <= found < len(tokens):
-        raise _refuse(
-            key,
-            found=repr(found),
-            allowed=f"0 … {len(tokens) - 1}",
-            remedy="convert or pull the file again",
-        )
-    return found
 
 
 def _stop_ids(tokenizer: Tokenizer, named: Sequence[int]) -> tuple[int, ...]:
@@ -205,7 +99,7 @@ def _stop_ids(tokenizer: Tokenizer, named: Sequence[int]) -> tuple[int, ...]:
 
 def _positive(field: str, found: object) -> int:
     if not isinstance(found, int) or found <= 0:
-        raise _refuse(
+        raise refuse(
             field,
             found=repr(found),
             allowed="a positive number of tokens",
@@ -226,7 +120,7 @@ def folder_bundle(
         tokenizer_json = source.read_bytes()
         tokenizer = Tokenizer.from_str(tokenizer_json.decode())
     except Exception as error:  # OSError, UnicodeError, or the library's bare Exception
-        raise _refuse(
+        raise refuse(
             f"{folder.name}/tokenizer.json",
             found=str(error),
             allowed="a Hugging Face tokenizers file",
@@ -235,10 +129,17 @@ def folder_bundle(
     config = _json(folder / "config.json", required=True)
     settings = _json(folder / "tokenizer_config.json")
     generation = _json(folder / "generation_config.json")
-    bos, eos = (_token_text(settings.get(name)) for name in ("bos_token", "eos_token"))
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else {}  # of a model that also sees
+    bos, eos = (
+        _token_text(settings.get(f"{name}_token"))
+        or _text_of(tokenizer, config.get(f"{name}_token_id", text.get(f"{name}_token_id")))
+        for name in ("bos", "eos")
+    )
     named = [
         *_ids(generation.get("eos_token_id")),
         *_ids(config.get("eos_token_id")),
+        *_ids(text.get("eos_token_id")),
         *([] if eos is None else _ids(tokenizer.token_to_id(eos))),
     ]
     bos_id = None if bos is None else tokenizer.token_to_id(bos)
@@ -249,12 +150,19 @@ def folder_bundle(
         bos_token=bos,
         eos_token=eos,
         stop_token_ids=_stop_ids(tokenizer, named),
-        add_bos=bos_id is not None and probe[:1] == [bos_id],
+        add_bos=bos_id is not None
+        and (probe[:1] == [bos_id] or settings.get("add_bos_token") is True),
         context_tokens=_positive(
-            "max_position_embeddings", context_tokens or config.get("max_position_embeddings")
+            "max_position_embeddings",
+            context_tokens
+            or config.get("max_position_embeddings")
+            or text.get("max_position_embeddings"),
         ),
         page_size=page_size,
-        vocab_size=_positive("vocab_size", config.get("vocab_size") or tokenizer.get_vocab_size()),
+        vocab_size=_positive(
+            "vocab_size",
+            config.get("vocab_size") or text.get("vocab_size") or tokenizer.get_vocab_size(),
+        ),
         labels=tuple(labels),
     )
 
@@ -280,9 +188,15 @@ def _token_text(found: object) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def _text_of(tokenizer: Tokenizer, found: object) -> str | None:
+    """The token that a config's id names; an id may stand in a list."""
+    ids = _ids(found)
+    return tokenizer.id_to_token(ids[0]) if ids else None
+
+
 def _ids(found: object) -> list[int]:
     values = found if isinstance(found, list) else [found]
-    return [value for value in values if isinstance(value, int)]
+    return [value for value in values if isinstance(value, int) and value >= 0]
 
 
 def _folder_template(folder: Path, settings: Mapping[str, object]) -> str | None:
@@ -296,6 +210,21 @@ def _folder_template(folder: Path, settings: Mapping[str, object]) -> str | None
     return found if isinstance(found, str) else None
 
 
+# --- tools --------------------------------------------------------------------------------------
+
+
+def parser_family_of(template: str | None) -> str | None:
+    """The form in which a template has the model write tool calls, None where it is not known.
+
+    Hermes: a JSON object of name and arguments between `<tool_call>` marks. Others write those
+    marks too, around a form of their own (`<function=…>`, `<arg_key>`).
+    """
+    source = (template or "").replace("\\", "")  # quotes are escaped where jinja has them in a text
+    shown = all(part in source for part in ("tools", "<tool_call>", '"name":', '"arguments":'))
+    foreign = "<function=" in source or "<arg_key>" in source
+    return "hermes" if shown and not foreign else None
+
+
 # --- on disk ------------------------------------------------------------------------------------
 
 
@@ -307,20 +236,27 @@ def load_bundle(
     context_tokens: int | None,
     page_size: int,
     labels: Sequence[str],
+    chat_template: str | None = None,
 ) -> tuple[Path, bytes]:
     """(file, encoded bundle) of a checkpoint (.gguf file or folder), built once for each digest.
 
-    source_digest names what the bundle is made of; building takes a second or two, a hit
-    milliseconds. Raises NodeError where the checkpoint gives no bundle or the folder takes none.
+    source_digest names what the bundle is made of, chat_template replaces the checkpoint's own.
+    Building takes a second or two, a hit milliseconds. Raises NodeError where the checkpoint gives
+    no bundle or the folder takes none.
     """
-    recipe = repr((BUILDER_VERSION, source_digest, context_tokens, page_size, tuple(labels)))
+    parts = (BUILDER_VERSION, source_digest, context_tokens, page_size, tuple(labels))
+    recipe = repr((*parts, chat_template))
     target = cache / f"{sha256(recipe.encode()).hexdigest()[:32]}.bundle"
     encoded = _read_cached(target)
     if encoded is not None:
         return target, encoded
     make = folder_bundle if path.is_dir() else _file_bundle
+    bundle = make(path, context_tokens=context_tokens, page_size=page_size, labels=labels)
+    template = bundle.chat_template if chat_template is None else chat_template
     encoded = encode_bundle(
-        make(path, context_tokens=context_tokens, page_size=page_size, labels=labels)
+        msgspec.structs.replace(
+            bundle, chat_template=template, parser_family=parser_family_of(template)
+        )
     )
     write_atomically(target, encoded)
     return target, encoded

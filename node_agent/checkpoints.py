@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -20,7 +20,16 @@ from node_agent.catalogue import (
 )
 from node_agent.errors import NodeError
 from node_agent.gguf import read_gguf
-from node_agent.pull import Fetch, Progress, pip_fetch, pull
+from node_agent.hub import HubName, hub_settings, parse_hub_name
+from node_agent.hub_http import HubHttp
+from node_agent.hub_pull import (
+    Record,
+    pull_from_hub,
+    read_record,
+    record_path,
+    repository_folder,
+)
+from node_agent.pull import PIP_FETCH, Fetch, Progress, pull
 from policies.contract.bundle import bundle_digest, decode_bundle, tokenizer_digest
 
 DEFAULT_PAGE_SIZE = 64
@@ -29,14 +38,31 @@ SAMPLE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
+class HubPlace:
+    """A hub's name, the folder of models, and what the last pull of that name brought."""
+
+    name: HubName
+    folder: Path
+    record: Record | None
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model whose files are known; `entry` and `file` where it is the catalogue's."""
+    """A model whose files are known; `entry` and `file` where it is the catalogue's.
+
+    Of a hub's model that was never pulled, path and format are known after `ensure` alone.
+    """
 
     name: str
     path: Path
     format: CheckpointFormat
     entry: CatalogueModel | None = None
     file: CatalogueFile | None = None
+    hub: HubPlace | None = None
+
+    @property
+    def is_present(self) -> bool:
+        return self.hub.record is not None if self.hub else self.path.exists()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +81,7 @@ def models_folder() -> Path:
 
 
 def resolve(name: str, catalogue: Catalogue, folder: Path) -> Checkpoint:
-    """Finds what a name means, without fetching: catalogue name, .gguf file or model folder.
+    """Finds what a name means, without fetching: catalogue, .gguf file, model folder or hub name.
 
     Raises NodeError with the nearest names when it means nothing.
     """
@@ -75,26 +101,37 @@ def resolve(name: str, catalogue: Catalogue, folder: Path) -> Checkpoint:
         return Checkpoint(path.resolve().name, path.resolve(), "safetensors")
     if path.is_file() and path.suffix == ".gguf":
         return Checkpoint(path.stem, path.resolve(), "gguf")
+    hub_name = parse_hub_name(name)
+    if hub_name is not None:
+        record = read_record(hub_name, folder)
+        return _from_hub(HubPlace(hub_name, folder, record))
     close = nearest(name, catalogue.names())
-    looks_like_hub = name.count("/") == 1 and not name.startswith((".", "/", "~"))
     raise NodeError(
         f"--model {name}",
-        found="a hub name, which is not fetched yet" if looks_like_hub else "no such model",
-        allowed="a catalogue name (" + ", ".join(catalogue.names()) + "), a .gguf file or a folder",
-        remedy=(
-            f"did you mean {' or '.join(close)}?"
-            if close
-            else "download the model to a folder and name that folder"
-        ),
+        found="no such model",
+        allowed="a catalogue name (" + ", ".join(catalogue.names()) + "), a .gguf file, a folder, "
+        "or ORG/NAME[@REVISION][:FILE.gguf] of a hub",
+        remedy=f"did you mean {' or '.join(close)}?" if close else "run kagari models list",
     )
+
+
+def _from_hub(place: HubPlace) -> Checkpoint:
+    if place.record is None:
+        root = repository_folder(place.name, place.folder)
+        return Checkpoint(place.name.text, root, "safetensors", hub=place)
+    path = record_path(place.name, place.folder, place.record)
+    return Checkpoint(place.name.text, path, place.record.format, hub=place)
 
 
 def ensure(
     checkpoint: Checkpoint, *, fetch: Fetch | None = None, progress: Progress = lambda *_: None
-) -> None:
-    """Pulls a catalogue file that is absent. A present one is trusted by size: pull verified it."""
+) -> Checkpoint:
+    """Pulls what is absent. What is present is trusted by size: the pull verified it."""
+    if checkpoint.hub is not None:
+        present = checkpoint.hub.record is not None
+        return checkpoint if present else pull_hub(checkpoint.hub, progress=progress, refresh=False)
     if checkpoint.file is None:
-        return
+        return checkpoint
     file = checkpoint.file
     if checkpoint.path.exists():
         size = checkpoint.path.stat().st_size
@@ -105,8 +142,33 @@ def ensure(
                 allowed=f"{file.file_bytes} bytes",
                 remedy=f"remove {checkpoint.path} and start again",
             )
-        return
-    pull(file, checkpoint.path.parent, fetch=fetch or pip_fetch(file), progress=progress)
+        return checkpoint
+    pull(file, checkpoint.path.parent, fetch=fetch or PIP_FETCH, progress=progress)
+    return checkpoint
+
+
+def pull_hub(place: HubPlace, *, progress: Progress, refresh: bool) -> Checkpoint:
+    """refresh: ask the hub what the revision means now. Raises NodeError."""
+    http = open_hub(place.name)
+    try:
+        record = pull_from_hub(
+            place.name, place.folder, http=http, progress=progress, refresh=refresh
+        )
+    finally:
+        http.close()
+    return _from_hub(replace(place, record=record))
+
+
+def open_hub(name: HubName) -> HubHttp:
+    settings = hub_settings()
+    if settings.is_offline:
+        raise NodeError(
+            f"--model {name.text}",
+            found="HF_HUB_OFFLINE is set, and the model is not here whole",
+            allowed="a model that was pulled before",
+            remedy="unset HF_HUB_OFFLINE and run kagari models pull once",
+        )
+    return HubHttp(settings)
 
 
 def prepare(checkpoint: Checkpoint, *, bundle_caches: tuple[Path, ...]) -> PreparedModel:
@@ -128,6 +190,7 @@ def prepare(checkpoint: Checkpoint, *, bundle_caches: tuple[Path, ...]) -> Prepa
                 context_tokens=entry.context_tokens if entry else None,
                 page_size=page_size,
                 labels=labels,
+                chat_template=entry.chat_template() if entry else None,
             )
             break
         except NodeError as error:

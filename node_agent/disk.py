@@ -43,6 +43,15 @@ def write_atomically(target: Path, data: bytes) -> None:
         draft.unlink(missing_ok=True)
 
 
+def sync_folder(folder: Path) -> None:
+    """Renames inside folder outlive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 @contextmanager
 def locked(
     path: Path, *, timeout_s: float, waiting: Callable[[], None] = lambda: None

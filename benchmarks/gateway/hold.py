@@ -7,9 +7,9 @@ import time
 
 import msgspec
 
+from benchmarks.gateway.against import CASES, requests
 from benchmarks.gateway.bodies import body
 from benchmarks.gateway.http_load import Answer, Load, post
-from benchmarks.gateway.peers import CASES, requests
 from benchmarks.gateway.probe import Found
 from benchmarks.gateway.processes import KEY, gateway, nodes
 from benchmarks.gateway.rows import Bench

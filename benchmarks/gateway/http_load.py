@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 MARK = b"^"  # a token of its own in byte-level vocabularies; no head of a chunk has it
+PATIENCE_S = 30.0
 _REQUEST_ID = re.compile(rb"\r\nx-request-id: ([^\r]+)\r\n", re.IGNORECASE)
 _LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.IGNORECASE)
 
@@ -72,15 +73,27 @@ class Load:
     def run(
         self, until: Callable[[], bool], on_done: Callable[[Answer], None] = lambda _: None
     ) -> None:
+        quiet_at = time.monotonic() + PATIENCE_S
         while not until():
-            for descriptor, _ in self._epoll.poll(0.001):
+            ready = self._epoll.poll(0.001)
+            for descriptor, _ in ready:
                 self._read(self._answers[descriptor], on_done)
+            if ready:
+                quiet_at = time.monotonic() + PATIENCE_S
+            elif time.monotonic() > quiet_at:
+                raise TimeoutError(f"nothing came for {PATIENCE_S:.0f} s")
 
     def until_reads(self, answer: Answer, count: int) -> None:
-        self.run(lambda: len(answer.reads) >= count)
+        self._soon(lambda: len(answer.reads) >= count, answer)
 
     def until_done(self, answer: Answer) -> None:
-        self.run(lambda: answer.done_at is not None)
+        self._soon(lambda: answer.done_at is not None, answer)
+
+    def _soon(self, fact: Callable[[], bool], answer: Answer) -> None:
+        end = time.monotonic() + PATIENCE_S
+        self.run(lambda: fact() or time.monotonic() >= end)
+        if not fact():
+            raise TimeoutError(f"an answer stands still: {answer.head[-300:]!r}")
 
     def for_s(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -118,10 +131,10 @@ def _read_head(answer: Answer) -> bool:
     if end < 0:
         return False
     head = answer.head[: end + 2]
-    found = _REQUEST_ID.search(head)
-    if found is None or b" 200 " not in head.split(b"\r\n", 1)[0]:
+    if b" 200 " not in head.split(b"\r\n", 1)[0]:
         raise ConnectionError(f"refused: {answer.head[:600]!r}")
-    answer.request_id = found[1].decode()
+    found = _REQUEST_ID.search(head)
+    answer.request_id = found[1].decode() if found is not None else "not told"
     length = _LENGTH.search(head)
     answer.length = end + 4 + int(length[1]) if length is not None else None
     return True

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.children import cpu_s, end_with_parent, stop
 from benchmarks.gateway.rows import Bench, percentile
 
 TOKEN = "benchmark-join-token"
@@ -27,12 +28,6 @@ GATEWAY_CORE, OTHER_CORE = USABLE[0], USABLE[-1]
 def pin(pid: int, core: int) -> None:
     if len(USABLE) > 1:
         os.sched_setaffinity(pid, {core})
-
-
-def cpu_s(pid: int) -> float:
-    """User and system seconds of all threads of a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def timer_lag_ms(core: int) -> tuple[float, float]:
@@ -65,13 +60,12 @@ def nodes(bench: Bench, url: str, **flags: Any) -> Iterator[tuple[subprocess.Pop
     command += ["--core", str(OTHER_CORE)]
     for name, value in flags.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent)
     try:
         yield process, log
     finally:
         process.send_signal(signal.SIGCONT)
-        process.terminate()
-        process.wait(10)
+        stop(process, 10)
 
 
 @dataclass
@@ -118,6 +112,8 @@ def gateway(bench: Bench, *, module: tuple[str, ...] = ("gateway",)) -> Iterator
         stdout=subprocess.PIPE,
         stderr=errors,
         text=True,
+        start_new_session=True,
+        preexec_fn=end_with_parent,
         env=os.environ
         | {"KAGARI_ROUTING__MAX_IN_FLIGHT_PER_NODE": "1024", "KAGARI_SERVER__DRAIN_S": "1"},
     )
@@ -133,6 +129,5 @@ def gateway(bench: Bench, *, module: tuple[str, ...] = ("gateway",)) -> Iterator
         else:
             raise RuntimeError(f"the gateway did not start: {(home / 'stderr').read_text()}")
     finally:
-        process.terminate()
-        process.wait(15)
+        stop(process, 15)
         errors.close()

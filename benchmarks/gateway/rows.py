@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.beside import Beside, compared
 from gateway.text.model import TextModel
 
 Pair = tuple[float, float]  # must, good
@@ -38,7 +39,8 @@ class Bench:
     text: TextModel
     mark_id: int
     rows: list[Row] = field(default_factory=list)
-    absent: dict[str, str] = field(default_factory=dict)  # row's name → why, and what brings it
+    besides: list[Beside] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)  # row's or peer's name → why
 
     def add(
         self,
@@ -60,6 +62,20 @@ class Bench:
         )
         if detail:
             print(f"  {detail}", file=sys.stderr, flush=True)
+
+    def add_beside(
+        self,
+        name: str,
+        ours: float,
+        peers: dict[str, float],
+        unit: str,
+        *,
+        more_is_better: bool = False,
+        detail: str = "",
+    ) -> None:
+        made = compared(name, ours, peers, unit, more_is_better=more_is_better, detail=detail)
+        self.besides.append(made)
+        print(made, file=sys.stderr, flush=True)
 
     def leave_out(self, name: str, why: str) -> None:
         self.absent[name] = why

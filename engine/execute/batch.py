@@ -24,7 +24,7 @@ class Batch:
     token_ids: Tensor  # int64 [padded]
     positions: Tensor  # int64 [padded]
     places: Tensor  # int64 [num_tokens, 2, kv heads]: arena rows in layer 0
-    calls: list[Call]
+    calls: dict[int | None, list[Call]]  # by the layers' window
     sampling_rows: list[int]  # indices of plan rows that sample, ascending
     last_tokens: Tensor  # int64: the token row of each of these
     first_tokens: list[int]  # by plan row: the token row of its first token
@@ -94,7 +94,7 @@ def build_batch(rows: Sequence[Row], attention: Attention, tiles: RowTiles) -> B
         token_ids=table[0],
         positions=table[1],
         places=places,
-        calls=attention.plan(laid),
+        calls=attention.plans(laid),
         sampling_rows=sampling,
         last_tokens=torch.tensor(
             [first_tokens[index] + spans[index].num_rows - 1 for index in sampling],

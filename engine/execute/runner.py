@@ -16,9 +16,8 @@ from engine.execute.arena import DTYPES, Arena
 from engine.execute.batch import build_batch, tag_pairs
 from engine.execute.kernels.registry import Kernels, kernels_for
 from engine.execute.layers.attention import Attention
-from engine.execute.layers.rotary import Rotary, frequencies
 from engine.execute.logprobs import describe
-from engine.execute.models.llama import Llama
+from engine.execute.models.registry import build_model
 from engine.execute.sampling import Choice, sample
 from engine.execute.weights import Checkpoint, CheckpointError, RopeScaling, open_checkpoint
 from engine.schedule.plan import PageCopy, Row, StepPlan, StepResult
@@ -152,18 +151,14 @@ class ModelRunner:
             context_tokens=self.context_tokens,
             dtype=DTYPES[precision],
             device=device,
+            windows=facts.windows,
         )
         tell("self-test", 1.0)
-        factors = None
-        if scaling is not None and scaling.type == "factors":
-            factors = checkpoint.read("rope_freqs.weight")
-        inverse, attention_factor = frequencies(facts.head_dim, facts.rope_theta, scaling, factors)
-        self.model = Llama(
+        self.model = build_model(
             checkpoint,
+            scaling=scaling,
+            context_tokens=self.context_tokens,
             attention=self.attention,
-            rotary=Rotary(
-                inverse, attention_factor, context_tokens=self.context_tokens, device=device
-            ),
             kernels=self._kernels,
             dtype=DTYPES[precision],
             device=device,

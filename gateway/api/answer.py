@@ -146,7 +146,10 @@ class _Streamed:
 
 
 def _num_told(turns: Iterable[Turn]) -> int:
-    return sum([len(turn.tokens) for turn in turns])
+    num_told = 0
+    for turn in turns:
+        num_told += len(turn.tokens)
+    return num_told
 
 
 def _failure(turns: Sequence[Turn]) -> GatewayError | None:

@@ -20,10 +20,10 @@ async def chat(services: Services, exchange: Exchange) -> None:
         request = read_chat_request(exchange.body, services.config.limits)
         exchange.body = b""  # decoded: a long stream need not hold it
         exchange.notes.update(stream=request.stream)
+        exchange.common_headers += request.tools.headers()
         served = find_served(services, exchange, request.model)
-        ids = await tokenised(
-            services, served, "messages", served.text.chat_prompt(request.messages)
-        )
+        rendered = served.text.chat_prompt(request.messages, request.tools.functions)
+        ids = await tokenised(services, served, "messages", rendered)
         run = await begin(
             services,
             exchange,
@@ -32,6 +32,7 @@ async def chat(services: Services, exchange: Exchange) -> None:
             prompts=[Prompt(ids, "messages")],
             sampling=request.sampling,
             hints=request.hints,
+            tools=request.tools,
         )
         dialect = ChatChunks(
             completion_id=f"chatcmpl-{exchange.request_id}",

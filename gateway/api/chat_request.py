@@ -15,7 +15,6 @@ from msgspec import Struct
 
 from gateway.api.sampling_request import (
     MAX_TOP_LOGPROBS,
-    SamplingBody,
     SamplingRequest,
     invalid,
     least_limit,
@@ -24,6 +23,7 @@ from gateway.api.sampling_request import (
     wants_cost,
     wants_usage,
 )
+from gateway.api.tools_request import ToolsBody, ToolsRequest, read_tools
 from gateway.api.typed_input import decoded
 from gateway.config import LimitsConfig
 from gateway.errors import quote
@@ -34,7 +34,7 @@ MAX_MESSAGES = 16_384
 
 class FunctionCall(Struct, frozen=True):
     name: str
-    arguments: str = ""  # history is data: shown to the model as it is, never parsed
+    arguments: str | dict[str, object] | None = ""  # history is data: any text will do
 
 
 class ToolCall(Struct, frozen=True):
@@ -58,21 +58,14 @@ class ChatMessage(Struct, frozen=True):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: FunctionCall | None = None  # how one call was told before there were tools
 
 
-class ResponseFormat(Struct, frozen=True):
-    type: str
-
-
-class ChatBody(SamplingBody, frozen=True):
+class ChatBody(ToolsBody, frozen=True):
     """The wire form. Types only; ranges are checked in `read_chat_request`."""
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
-    tools: list[msgspec.Raw] | None = None
-    tool_choice: object = None
-    functions: list[msgspec.Raw] | None = None
-    response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     prompt_cache_key: object = None
@@ -91,6 +84,7 @@ class ChatRequest:
     include_cost: bool
     sampling: SamplingRequest
     hints: BodyHints
+    tools: ToolsRequest
 
 
 _decode = msgspec.json.Decoder(ChatBody).decode
@@ -102,7 +96,6 @@ def read_chat_request(data: bytes, limits: LimitsConfig) -> ChatRequest:
     if not body.model:
         raise invalid("model", '""', "a model's name", "see GET /v1/models")
     messages = read_messages(body.messages)
-    _refuse_unsupported(body)
     return ChatRequest(
         model=body.model,
         messages=messages,
@@ -122,6 +115,7 @@ def read_chat_request(data: bytes, limits: LimitsConfig) -> ChatRequest:
             session_id=body.session_id,
             metadata=body.metadata,
         ),
+        tools=read_tools(body),
     )
 
 
@@ -137,27 +131,6 @@ def read_messages(messages: Sequence[ChatMessage]) -> tuple[Mapping[str, object]
             "compact the conversation",
         )
     return tuple(_plain(i, message) for i, message in enumerate(messages))
-
-
-def _refuse_unsupported(body: ChatBody) -> None:
-    if body.tools and body.tool_choice != "none":
-        raise unsupported(
-            "tools",
-            f"{len(body.tools)} tools",
-            'no tools, or tool_choice "none"',
-            'send "tool_choice": "none" or leave tools out',
-        )
-    if body.functions:
-        raise unsupported(
-            "functions", f"{len(body.functions)} functions", "none", "leave functions out"
-        )
-    if body.response_format is not None and body.response_format.type != "text":
-        kind = body.response_format.type
-        if kind not in ("json_object", "json_schema"):
-            raise invalid("response_format.type", quote(kind), '"text"', "leave it out")
-        raise unsupported(
-            "response_format.type", quote(kind), '"text"', "ask for JSON in the prompt instead"
-        )
 
 
 def _logprobs(body: ChatBody) -> int | None:
@@ -180,18 +153,20 @@ def _plain(index: int, message: ChatMessage) -> Mapping[str, object]:
     }
     if message.name is not None:
         plain["name"] = message.name
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.id or "",
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": call.function.arguments},
-            }
-            for call in message.tool_calls
-        ]
+    calls = message.tool_calls or []
+    if not calls and message.function_call is not None:
+        calls = [ToolCall(message.function_call)]
+    if calls:
+        plain["tool_calls"] = [_call(call) for call in calls]
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     return plain
+
+
+def _call(call: ToolCall) -> Mapping[str, object]:
+    function = {"name": call.function.name, "arguments": call.function.arguments}
+    named = {} if call.id is None else {"id": call.id}
+    return {**named, "type": "function", "function": function}
 
 
 def _content(index: int, content: str | list[ContentPart] | None) -> object:

@@ -14,6 +14,7 @@ from gateway.api.exchange import Exchange, dice
 from gateway.api.models import find_model, window_of
 from gateway.api.sampling_request import SamplingRequest
 from gateway.api.time_limit import TimeLimit
+from gateway.api.tools_request import NO_TOOLS, ToolsRequest
 from gateway.errors import KINDS, GatewayError
 from gateway.ledger.rows import LedgerFull
 from gateway.nodes.streams import Dispatch
@@ -72,6 +73,7 @@ async def begin(
     prompts: Sequence[Prompt],
     sampling: SamplingRequest,
     hints: BodyHints,
+    tools: ToolsRequest = NO_TOOLS,
 ) -> CompletionRun:
     """Returns when a node computes and the row is committed. Raises GatewayError.
 
@@ -133,6 +135,8 @@ async def begin(
                 echo=prompt.echo,
                 has_logprobs=sampling.logprobs is not None,
                 drops_output=sampling.max_tokens == 0,
+                calls=text.tool_calls(_call_id) if tools.functions else None,
+                one_call=tools.one_call,
             )
             for lane in range(sampling.n)
         ]
@@ -250,3 +254,7 @@ def shed_error(shed: Shed) -> GatewayError:
         remedy="wait and send the request again",
         retry_after_s=shed.retry_after_s,
     )
+
+
+def _call_id() -> str:
+    return f"call_{dice.getrandbits(96):024x}"

@@ -23,7 +23,8 @@ from gateway.nodes.views import ServedModel
 from gateway.services import Services
 from gateway.text.model import TextModel
 
-MAX_TOLD = 1_000_000  # about 0.3 GB while they are made into text
+# 500,000 tokens with one alternative each: 1.2 s of a thread and 0.4 GB while they become JSON.
+MAX_TOLD = 1_000_000
 
 
 async def completions(services: Services, exchange: Exchange) -> None:

@@ -28,6 +28,7 @@ class Disclosure(Struct, frozen=True):
     weights_precision: str
     kv_precision: str
     compute: str
+    tools: bool  # its template knows tools
     weights_digest: str
     page_size: int
     price_pico_usd_per_token: Rates
@@ -114,6 +115,7 @@ def _told(services: Services, model: ServedModel) -> Model:
             weights_precision=info.weights_precision,
             kv_precision=info.kv_precision,
             compute=info.compute,
+            tools=model.text.parser_family is not None,
             weights_digest=info.weights_digest,
             page_size=info.page_size,
             price_pico_usd_per_token=services.prices.rates(model.alias_of or model.name),

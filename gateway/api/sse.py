@@ -12,6 +12,7 @@ import msgspec
 
 from gateway.api.choice import Turn
 from gateway.api.logprobs import TokenBytes, chat_logprobs, text_logprobs
+from gateway.text.deltas import CallArguments, CallStart, Delta, Text
 from policies.contract.wire import Usage
 from policies.pricing import Rates, charge, usd
 
@@ -70,15 +71,28 @@ class ChatChunks:
         else:
             data = b""
             for delta in turn.deltas:
-                data += self.content(delta.text, turn.index)
+                data += self._delta(delta, turn.index)
         return data if turn.reason is None else data + self.finish(turn.reason, turn.index)
 
     def _with_logprobs(self, turn: Turn, logprobs: dict[str, object]) -> bytes:
         """In the turn's first event of content, which may be empty."""
-        text = turn.deltas[0].text if turn.deltas else ""
+        text, rest = "", turn.deltas
+        if rest and isinstance(rest[0], Text):
+            text, rest = rest[0].text, rest[1:]
         first = (self._heads[turn.index], _encode(text), b'},"logprobs":', _encode(logprobs))
-        rest = [self.content(delta.text, turn.index) for delta in turn.deltas[1:]]
-        return b"".join([*first, self._end, *rest])
+        return b"".join([*first, self._end, *[self._delta(delta, turn.index) for delta in rest]])
+
+    def _delta(self, delta: Delta, index: int) -> bytes:
+        if isinstance(delta, Text):
+            return self.content(delta.text, index)
+        fields: dict[str, object] = {"index": delta.index}
+        if isinstance(delta, CallStart):
+            function = {"name": delta.name, "arguments": ""}
+            fields |= {"id": delta.call_id, "type": "function", "function": function}
+        else:
+            fields["function"] = {"arguments": delta.text}
+        call = b'{"index":%d,"delta":{"tool_calls":[%b]' % (index, _encode(fields))
+        return self._open + call + self._tail
 
     def content(self, text: str, index: int = 0) -> bytes:
         return self._heads[index] + _encode(text) + self._tail
@@ -143,13 +157,38 @@ def chat_choice(
 ) -> dict[str, object]:
     """All turns of one choice."""
     tokens = [token for turn in turns for token in turn.tokens]
-    text = "".join([delta.text for turn in turns for delta in turn.deltas])
+    deltas = [delta for turn in turns for delta in turn.deltas]
+    text = _text_of(deltas)
+    message: dict[str, object] = {"role": "assistant", "content": text, "refusal": None}
+    calls = _calls_of(deltas)
+    if calls:
+        message |= {"content": text or None, "tool_calls": calls}
     return {
         "index": index,
-        "message": {"role": "assistant", "content": text, "refusal": None},
+        "message": message,
         "logprobs": None if token_bytes is None else chat_logprobs(tokens, token_bytes),
         "finish_reason": turns[-1].reason,
     }
+
+
+def _text_of(deltas: Sequence[Delta]) -> str:
+    return "".join([delta.text for delta in deltas if isinstance(delta, Text)])
+
+
+def _calls_of(deltas: Sequence[Delta]) -> list[dict[str, object]]:
+    starts = [delta for delta in deltas if isinstance(delta, CallStart)]
+    arguments: list[list[str]] = [[] for _ in starts]
+    for delta in deltas:
+        if isinstance(delta, CallArguments):
+            arguments[delta.index].append(delta.text)
+    return [
+        {
+            "id": start.call_id,
+            "type": "function",
+            "function": {"name": start.name, "arguments": "".join(arguments[start.index])},
+        }
+        for start in starts
+    ]
 
 
 def completion(
@@ -208,7 +247,7 @@ class TextChunks:
 
     def turn(self, turn: Turn) -> bytes:
         """One event, the end included."""
-        text = "".join([delta.text for delta in turn.deltas])
+        text = _text_of(turn.deltas)
         if turn.reason is None and not turn.tokens:
             return self._heads[turn.index] + _encode(text) + self._tail if text else b""
         logprobs = None
@@ -240,7 +279,7 @@ class TextChunks:
         tokens = [token for turn in turns for token in turn.tokens]
         return {
             "index": index,
-            "text": "".join([delta.text for turn in turns for delta in turn.deltas]),
+            "text": _text_of([delta for turn in turns for delta in turn.deltas]),
             "logprobs": text_logprobs(tokens, self._token_bytes) if self._token_bytes else None,
             "finish_reason": turns[-1].reason,
         }

@@ -21,6 +21,7 @@ from gateway.api.models import window_of
 from gateway.api.off_loop import off_loop
 from gateway.api.sampling_request import invalid, unsupported
 from gateway.api.time_limit import TimeLimit
+from gateway.api.tools_request import read_functions
 from gateway.api.typed_input import decoded
 from gateway.services import Services
 
@@ -33,7 +34,7 @@ class TokenizeBody(Struct, frozen=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
-    tools: list[msgspec.Raw] | None = None
+    tools: list[dict[str, object]] | None = None
 
 
 class DetokenizeBody(Struct, frozen=True):
@@ -58,8 +59,11 @@ async def tokenize(services: Services, exchange: Exchange) -> None:
             work = text.raw_prompt(body.prompt, with_bos=body.add_special_tokens is not False)
         else:
             field = "messages"
+            tools = read_functions(body.tools or [])
+            exchange.common_headers += tools.headers()
             work = text.chat_prompt(
                 read_messages(body.messages),
+                tools.functions,
                 add_generation_prompt=body.add_generation_prompt is not False,
             )
         ids = (await tokenised(services, served, field, work)).tolist()
@@ -112,8 +116,8 @@ def _check(body: TokenizeBody) -> None:
         raise unsupported(
             "add_special_tokens", "true", "false with messages", "the template adds what it needs"
         )
-    if body.tools:
-        raise unsupported("tools", f"{len(body.tools)} tools", "none", "leave tools out")
+    if body.messages is None and body.tools:
+        raise invalid("tools", "tools beside a prompt", "tools with messages", "leave tools out")
 
 
 async def _reply(services: Services, exchange: Exchange, value: object) -> None:

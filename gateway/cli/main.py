@@ -76,6 +76,7 @@ def serve(
     api_key_file: Annotated[Path | None, typer.Option(help="File that holds the key.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cuda or cpu.")] = None,
     compute: Annotated[str | None, typer.Option(help="exact (row-invariant).")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of weights: auto, bf16 or fp32.")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="auto, bf16 or fp32.")] = None,
     kv_device_tokens: Annotated[
         int | None, typer.Option(help="Tokens the KV pool of each engine holds.")
@@ -102,6 +103,7 @@ def serve(
     flags = {
         "--device": device,
         "--compute": compute,
+        "--dtype": dtype,
         "--kv-dtype": kv_dtype,
         "--kv-device-tokens": kv_device_tokens,
         "--step-tokens": step_tokens,
@@ -166,13 +168,20 @@ def models_list(as_json: AsJson = False) -> None:
 
 
 @models_app.command("pull")
-def models_pull(name: str, as_json: AsJson = False) -> None:
+def models_pull(
+    name: Annotated[str, typer.Argument(help="A catalogue name, or ORG/NAME of a hub.")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be fetched and what fits.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Fetch a model and check its SHA-256."""
     from gateway.cli.hand_over import hand_over
     from gateway.cli.models import pull_model
 
-    if as_json:
-        hand_over("node_agent", ["models", "pull", name, "--json"])
+    flags = [*(["--dry-run"] if dry_run else []), *(["--json"] if as_json else [])]
+    if flags:
+        hand_over("node_agent", ["models", "pull", name, *flags])
     pull_model(name)
 
 

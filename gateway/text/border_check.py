@@ -46,7 +46,7 @@ def borders_hold(
     return (
         bool(control)
         and all(token.strict for token in control)
-        and _is_byte_level(parsed.get("pre_tokenizer"))
+        and (_is_byte_level(parsed.get("pre_tokenizer")) or _is_sentencepiece(parsed))
         and all(
             [encoding.ids for encoding in full.encode_batch_fast(batch, add_special_tokens=False)]
             == by_segments(batch)
@@ -66,10 +66,22 @@ def _is_byte_level(pre_tokenizer: object) -> bool:
     )
 
 
+def _is_sentencepiece(parsed: Json) -> bool:
+    """BPE on `▁` for spaces: these steps treat what lies between added tokens by itself."""
+    kinds = {
+        step.get("type")
+        for part in ("normalizer", "pre_tokenizer")
+        for step in _steps(parsed.get(part))
+    }
+    return parsed["model"].get("type") == "BPE" and kinds <= {
+        *("Sequence", "Prepend", "Replace", "Split")
+    }
+
+
 def _steps(step: object) -> Iterator[dict[str, Any]]:
     if isinstance(step, dict):
         yield step
-        for inner in step.get("pretokenizers") or ():
+        for inner in step.get("pretokenizers") or step.get("normalizers") or ():
             yield from _steps(inner)
 
 

@@ -11,4 +11,19 @@ class Text(Struct, frozen=True, gc=False):
     text: str
 
 
-Delta = Text
+class CallStart(Struct, frozen=True, gc=False):
+    """A tool call begins; index is its ordinal in its choice."""
+
+    index: int
+    call_id: str
+    name: str
+
+
+class CallArguments(Struct, frozen=True, gc=False):
+    """More of a call's arguments, as JSON text."""
+
+    index: int
+    text: str
+
+
+Delta = Text | CallStart | CallArguments

@@ -1,8 +1,9 @@
 """Token ids to text as they come: a character is sent when its last byte is there, never before.
 
-Byte-level tokenizers (checked against the library over their whole vocabulary) use our own tables:
-id → text for tokens that are whole UTF-8, id → bytes and an incremental UTF-8 decoder for the rest.
-All others use the library's DecodeStream. With both, any chunking of a stream gives the same text.
+Byte-level tokenizers, and those that fall back to byte tokens (`<0xE2>`), use our own tables,
+checked against the library over the whole vocabulary: id → text for tokens that are whole UTF-8,
+id → bytes and an incremental UTF-8 decoder for the rest. All others use the library's DecodeStream.
+With both, any chunking of a stream gives the same text.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import random
 import re
 from codecs import getincrementaldecoder, utf_8_decode
 from collections.abc import Container, Iterable, Sequence
+from itertools import chain
 from typing import Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 CHECK_CHUNK = 64
-BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of vocabularies that fall back to bytes
+BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # of vocabularies that fall back to bytes
 
 
 class TextStream(Protocol):
@@ -29,9 +31,14 @@ class TextStream(Protocol):
 
 
 class Detokenizer:
-    """Makes text streams for one tokenizer. `silent` ids produce no text, nor do special tokens."""
+    """Makes text streams for one tokenizer. `silent` ids produce no text, nor do special tokens.
 
-    def __init__(self, tokenizer: Tokenizer, silent: Iterable[int]) -> None:
+    `shown` texts do, though special, where there are tables: a parser looks for them.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, silent: Iterable[int], *, shown: Sequence[str] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         special = {token_id for token_id, token in added.items() if token.special}
@@ -40,6 +47,10 @@ class Detokenizer:
         tables = ByteTables(tokenizer, special)
         if tables.agree_with(tokenizer):
             tables.silence(self._silent)
+            for text in shown:
+                token_id = tokenizer.token_to_id(text)
+                if token_id is not None:
+                    tables.texts[token_id] = text
             self._tables = tables
 
         # Decoders strip a leading space: some token in front keeps the next one's.
@@ -47,7 +58,7 @@ class Detokenizer:
         self.longest_token_bytes = max(map(len, map(str.encode, tokenizer.get_vocab())), default=1)
 
     @property
-    def is_byte_level(self) -> bool:
+    def has_tables(self) -> bool:
         return self._tables is not None
 
     def stream(self) -> TextStream:
@@ -92,10 +103,12 @@ class ByteTables:
 
     def __init__(self, tokenizer: Tokenizer, special: Iterable[int]) -> None:
         vocab = tokenizer.get_vocab(with_added_tokens=True)
+        self._falls_back = "ByteFallback" in repr(tokenizer.decoder)
+        bytes_of = _fallback_bytes if self._falls_back else _byte_level_bytes
         self.texts: list[str | None] = [""] * (max(vocab.values(), default=-1) + 1)
         self.partial: dict[int, bytes] = {}
         for token, token_id in vocab.items():
-            raw = _token_bytes(token)
+            raw = bytes_of(token)
             try:
                 self.texts[token_id] = raw.decode()
             except UnicodeDecodeError:
@@ -110,14 +123,36 @@ class ByteTables:
 
     def agree_with(self, tokenizer: Tokenizer) -> bool:
         """Whether every token, in an order that joins odd neighbours, decodes as the library's."""
-        ids = list(range(len(self.texts)))
-        random.Random(0).shuffle(ids)
-        chunks = [ids[start : start + CHECK_CHUNK] for start in range(0, len(ids), CHECK_CHUNK)]
+        chunks = self._characters() if self._falls_back else self._neighbours()
         for chunk, text in zip(chunks, tokenizer.decode_batch(chunks), strict=True):
             stream = ByteStream(self)
             if stream.push(chunk) + stream.flush() != text:
                 return False
         return True
+
+    def _neighbours(self) -> list[list[int]]:
+        ids = list(range(len(self.texts)))
+        random.Random(0).shuffle(ids)
+        return [ids[start : start + CHECK_CHUNK] for start in range(0, len(ids), CHECK_CHUNK)]
+
+    def _characters(self) -> list[list[int]]:
+        """Where bytes are tokens: only whole characters, since of a run of bytes that is no UTF-8
+        the library loses the good ones too. And a letter first: it takes away a space that begins
+        a text, but what a model says goes on from its prompt.
+        """
+        id_by_byte = {raw[0]: token_id for token_id, raw in self.partial.items() if len(raw) == 1}
+        whole = [[token_id] for token_id, text in enumerate(self.texts) if text is not None]
+        whole += [
+            [id_by_byte[byte] for byte in character.encode()]
+            for character in "é߿日￮🙂"
+            if all(byte in id_by_byte for byte in character.encode())
+        ]
+        letter = next(token_id for token_id, text in enumerate(self.texts) if text and text != " ")
+        random.Random(0).shuffle(whole)
+        return [
+            [letter, *chain.from_iterable(whole[start : start + CHECK_CHUNK])]
+            for start in range(0, len(whole), CHECK_CHUNK)
+        ]
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -131,11 +166,18 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_BY_CHAR = _byte_alphabet()
 
 
-def _token_bytes(token: str) -> bytes:
+def _byte_level_bytes(token: str) -> bytes:
     try:
         return bytes([_BYTE_BY_CHAR[char] for char in token])
     except KeyError:  # an added token with a space, say: the library takes it as it stands
         return token.encode()
+
+
+def _fallback_bytes(token: str) -> bytes:
+    byte = BYTE_TOKEN.fullmatch(token) if len(token) == 6 else None
+    if byte is not None:
+        return bytes.fromhex(byte[1])
+    return token.replace("\u2581", " ").encode()
 
 
 class ByteStream:
@@ -176,7 +218,7 @@ class ByteStream:
 
 
 class LibraryStream:
-    """Text of one stream from the library, for decoders other than ByteLevel."""
+    """Text of one stream from the library, for decoders that have no tables."""
 
     def __init__(self, tokenizer: Tokenizer, silent: Container[int]) -> None:
         self._tokenizer = tokenizer

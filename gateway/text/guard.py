@@ -3,9 +3,10 @@
 After rendering nobody can tell the template's `<|im_end|>` from a message's. So before rendering a
 mark goes into every control text inside untrusted strings, after its first character; what the
 rendered prompt still holds unmarked is the template's. Marks vanish before segments are encoded.
-The mark sits inside, so `trim` and `strip` in templates act as before. A control text that a
-template joins from pieces (`<|im_` + `end|>`) is broken as well, by a mark in every trailing proper
-prefix. Not covered: a template that itself writes the beginning of a control text (`'<' + name`).
+Between the first and the second character, so `trim` and `strip` in templates act as before.
+A control text that a template joins from pieces is broken as well, whoever wrote which piece: by
+a mark in a trailing proper prefix (`<|im_`), in front of a leading proper suffix (`|>`), and in a
+text that is an inside (`im_end`). Not covered: a template that cuts texts other than at spaces.
 """
 
 from __future__ import annotations
@@ -29,9 +30,29 @@ class Guard:
         self._prefixes = {text[:length] for text in texts for length in range(1, len(text))}
         self._longest_prefix = max(map(len, self._prefixes), default=0)
         self._inside = re.compile(any_of(texts, rest="?="))
+        # Suffixes by length would be a set lookup each; as a pattern it is one match at the start.
+        suffixes = {text[start:] for text in texts for start in range(1, len(text))}
+        self._suffix_firsts = frozenset(text[0] for text in suffixes)
+        self._suffix = re.compile(any_of(suffixes, rest="?="))
+        self._insides = "\n".join(texts)
 
     def text(self, text: str, field: str) -> str:
         """text with marks. Raises TextError when it holds the mark itself."""
+        marked = self.key(text, field)
+        body = marked.lstrip()
+        if body[:1] in self._suffix_firsts and self._suffix.match(body):
+            return marked[: len(marked) - len(body)] + MARK + body
+        body = body.rstrip()
+        if body and len(body) < self._longest_prefix and body in self._insides:
+            at = marked.index(body) + 1
+            return marked[:at] + MARK + marked[at:]
+        return marked
+
+    def key(self, text: str, field: str) -> str:
+        """An object's key: marked where it holds or ends in control text.
+
+        No more than that, for a template must find its keys, and `name` is the inside of `<name>`.
+        """
         if MARK in text or HIDDEN in text:
             raise TextError(
                 field,
@@ -45,9 +66,10 @@ class Guard:
         return text
 
     def _mark_tail(self, text: str) -> str:
+        body = text.rstrip()
         marked = text
-        for start in range(len(text) - 1, max(0, len(text) - self._longest_prefix) - 1, -1):
-            if text[start:] in self._prefixes:
+        for start in range(len(body) - 1, max(0, len(body) - self._longest_prefix) - 1, -1):
+            if body[start:] in self._prefixes:
                 marked = marked[: start + 1] + MARK + marked[start + 1 :]
         return marked
 
@@ -66,7 +88,7 @@ class Guard:
             )
         if isinstance(value, dict):
             return {
-                self.text(str(key), field): self.value(item, f"{field}.{key}", depth + 1)
+                self.key(str(key), field): self.value(item, f"{field}.{key}", depth + 1)
                 for key, item in value.items()
             }
         if isinstance(value, list | tuple):

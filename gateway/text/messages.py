@@ -1,8 +1,15 @@
-"""Client messages made ready for a template: roles checked, content one text, all of it guarded."""
+"""Client messages made ready for a template: roles checked, content one text, all of it guarded.
+
+Arguments of earlier tool calls come as JSON text and become objects, as templates expect them: they
+write those in one spacing, so a call that the model wrote in that spacing comes back byte for byte,
+whatever spacing its client keeps, and the next turn finds its pages.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from gateway.text.errors import TextError
 from gateway.text.guard import Guard
@@ -42,13 +49,53 @@ def prepare(
             "content": "",
         }
         for name, value in message.items():
+            field = f"messages[{index}].{name}"
             if name == "content":
-                field = f"messages[{index}].content"
                 out[name] = chosen.text(_one_text(value, field), field)
+            elif name == "tool_calls" and isinstance(value, list | tuple):
+                out[name] = [_call(call, guard, f"{field}[{at}]") for at, call in enumerate(value)]
             elif name != "role":
-                out[name] = chosen.value(value, f"messages[{index}].{name}")
+                out[name] = chosen.value(value, field)
         prepared.append(out)
     return prepared
+
+
+def prepare_tools(tools: Sequence[Mapping[str, object]], guard: Guard) -> list[dict[str, object]]:
+    """Copies of function definitions for a template, in the order of keys that the client sent."""
+    return [
+        {"type": "function", "function": guard.value(tool, f"tools[{index}].function")}
+        for index, tool in enumerate(tools)
+    ]
+
+
+def _call(call: object, guard: Guard, field: str) -> object:
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        return guard.value(call, field)
+    function = dict(call["function"])
+    arguments = _arguments(function.pop("arguments", None), guard, f"{field}.function.arguments")
+    prepared = {
+        name: guard.value(value, f"{field}.{name}")
+        for name, value in call.items()
+        if name not in ("type", "function")
+    }
+    guarded = cast(dict[str, object], guard.value(function, f"{field}.function"))
+    return prepared | {"type": "function", "function": {**guarded, "arguments": arguments}}
+
+
+def _arguments(arguments: object, guard: Guard, field: str) -> object:
+    """An object where the text is one, else the text as it stands: what a model wrote, say."""
+    if not isinstance(arguments, str):
+        return guard.value({} if arguments is None else arguments, field)
+    if not arguments.strip():
+        return {}
+    try:
+        parsed = json.loads(arguments)
+        if isinstance(parsed, dict):
+            json.dumps(parsed, ensure_ascii=False).encode()  # escaped lone surrogates are no text
+            return guard.value(parsed, field)
+    except (ValueError, RecursionError, TextError):  # no JSON, or more than a guard takes
+        pass
+    return guard.text(arguments, field)
 
 
 def _one_text(content: object, field: str) -> str:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakValueDictionary
 
 from gateway.text.detokenize import Detokenizer
 from gateway.text.errors import BundleError, TextError
 from gateway.text.guard import Guard
 from gateway.text.key_memo import KeyMemo
-from gateway.text.messages import prepare
+from gateway.text.messages import prepare, prepare_tools
 from gateway.text.output import OutputText
 from gateway.text.template import ChatTemplate
 from gateway.text.tokenize import PromptTokenizer
+from gateway.text.tool_calls import CLOSE, OPEN, PARSERS, ToolCallParser
 from policies.contract import wire
 from policies.contract.bundle import Bundle, tokenizer_digest
 
@@ -34,13 +35,18 @@ class TextModel:
         self.stop_token_ids = bundle.stop_token_ids
         self.page_size = bundle.page_size
         self.vocab_size = bundle.vocab_size
+        self.parser_family = bundle.parser_family if bundle.parser_family in PARSERS else None
         self.tokenizer_digest = tokenizer_digest(bundle.tokenizer_json)
         tokenizer = _tokenizer_by_digest.get(self.tokenizer_digest)
         if tokenizer is None:
             tokenizer = PromptTokenizer(bundle.tokenizer_json)
             _tokenizer_by_digest[self.tokenizer_digest] = tokenizer
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer.full, bundle.stop_token_ids)
+        self._detokenizer = Detokenizer(
+            tokenizer.full,
+            bundle.stop_token_ids,
+            shown=(OPEN, CLOSE) if self.parser_family is not None else (),
+        )
         self._max_chars = bundle.context_tokens * self._detokenizer.longest_token_bytes
         self._keys = KeyMemo(page_size=bundle.page_size)
         self._bos = self._bos_ids(bundle)
@@ -57,11 +63,16 @@ class TextModel:
         return self._template is not None
 
     async def chat_prompt(
-        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] = (),
+        *,
+        add_generation_prompt: bool = True,
     ) -> array[int]:
         """Token ids (typecode 'I') of the whole conversation, up to where the assistant speaks.
 
-        Always from the text given: ids once generated are never used. Raises TextError.
+        Tools are function definitions, for a model that has a parser_family. The prompt is made
+        from the text given alone: ids once generated are never used. Raises TextError.
         """
         if self._template is None:
             raise TextError(
@@ -71,13 +82,25 @@ class TextModel:
                 remedy="use /v1/completions or a model with a template",
                 code="no_chat_template",
             )
+        if tools and self.parser_family is None:
+            raise TextError(
+                "tools",
+                found=f"{len(tools)} tools and a model whose template knows none",
+                allowed='no tools, or tool_choice "none"',
+                remedy="use a model that /v1/models lists with tools, or leave tools out",
+                code="unsupported",
+            )
         prepared = prepare(
             messages,
             guard=self._tokenizer.guard,
             assistant_guard=self._assistant_guard,
             keep_developer=self._template.names_developer,
         )
-        rendered = self._template.render(prepared, add_generation_prompt=add_generation_prompt)
+        rendered = self._template.render(
+            prepared,
+            prepare_tools(tools, self._tokenizer.guard),
+            add_generation_prompt=add_generation_prompt,
+        )
         self._check_length(rendered, "messages")
         return await self._tokenizer.encode(rendered)
 
@@ -113,6 +136,11 @@ class TextModel:
         """For one stream, see OutputText. Raises ValueError on an empty stop string."""
         stream = self._detokenizer.stream()
         return OutputText(stream, stops, min_tokens=min_tokens, with_places=with_places)
+
+    def tool_calls(self, draw_id: Callable[[], str]) -> ToolCallParser:
+        """For one stream of a model with a parser_family; draw_id gives each call its id."""
+        assert self.parser_family is not None, "tools were refused"
+        return PARSERS[self.parser_family](draw_id)
 
     def _check_length(self, text: str, field: str) -> None:
         """Refuses before tokenising what cannot fit even in the longest tokens there are."""

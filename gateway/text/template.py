@@ -68,7 +68,11 @@ class ChatTemplate:
             self.fault = str(error)
 
     def render(
-        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] = (),
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
         """The prompt's text. Raises TextError when the template fails or refuses."""
         if self.fault is not None:
@@ -78,7 +82,7 @@ class ChatTemplate:
             self._always
             | {
                 "messages": messages,
-                "tools": None,
+                "tools": tools or None,
                 "documents": None,
                 "add_generation_prompt": add_generation_prompt,
             }

@@ -61,9 +61,10 @@ class PromptTokenizer:
     async def encode(self, rendered: str) -> array[int]:
         """Token ids of a rendered prompt in which untrusted text was guarded."""
         parts = self.cut(rendered)
-        if not self.is_segmented and MARK not in rendered:
-            ids = await _run(len(rendered), lambda: _encode(self.full, [rendered])[0])
-            # A tokenizer that normalises may see control tokens where we see text: do not let it.
+        if not self.is_segmented:
+            whole = rendered.replace(MARK, "")
+            ids = await _run(len(whole), lambda: _encode(self.full, [whole])[0])
+            # It may see control tokens where we see text, marked or not: do not let it.
             found = [token_id for token_id in ids if token_id in self._control_ids]
             if found == [self._id_by_text[text] for text in parts[1::2]]:
                 return ids

@@ -60,7 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     home = tmp_path_factory.mktemp("lm-eval") / "home"
-    with Stack(home, "--port", "0", "--kv-device-tokens", "8192", "--kv-dtype", "fp32") as running:
+    exact = ("--dtype", "fp32", "--kv-dtype", "fp32")
+    with Stack(home, "--port", "0", "--kv-device-tokens", "8192", *exact) as running:
         yield running
 
 
@@ -69,6 +70,7 @@ def evaluate(
 ) -> Samples:
     """Every sample by task: what lm-eval asked, what it was told, what it made of that."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(out / "cache")}
+    calm = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     told = ",".join(f"{name}={value}" for name, value in arguments.items())
     command = [str(lm_eval), "--model", kind, "--model_args", told, "--tasks", tasks,
                "--include_path", str(TASKS), "--output_path", str(out), "--log_samples",
@@ -76,7 +78,7 @@ def evaluate(
     done = subprocess.run(
         command,
         cwd=TASKS,
-        env={**os.environ, **offline, "OPENAI_API_KEY": key, "PYTHONPATH": ""},
+        env={**os.environ, **offline, **calm, "OPENAI_API_KEY": key, "PYTHONPATH": ""},
         capture_output=True,
         text=True,
         timeout=1500,

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from gateway.cli.children import python_module
-from gateway.cli.client import HttpError, Server, call, sse_data
+from gateway.cli.client import HttpError, Server, StreamFailed, call, sse_data
 from gateway.demo.stack import Stack
 from tests.processes import wait_gone
 
@@ -71,7 +71,7 @@ class Streaming:
                     with self._changed:
                         self.events.append(event)
                         self._changed.notify_all()
-        except (OSError, http.client.HTTPException) as error:  # cut under the reader
+        except (OSError, http.client.HTTPException, StreamFailed) as error:  # cut under the reader
             self.failure = error
         finally:
             self._connection.close()

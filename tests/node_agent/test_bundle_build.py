@@ -1,4 +1,4 @@
-"""Tokenizer bundles: llama.cpp's rules on the default model's vocabulary, and local folders."""
+"""Tokenizer bundles: the default model's, and those of local folders."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
-from node_agent.bundle import folder_bundle, gguf_bundle, gguf_tokenizer, load_bundle
+from node_agent.bundle import folder_bundle, gguf_bundle, load_bundle
 from node_agent.catalogue import load_catalogue
 from node_agent.checkpoints import models_folder, prepare, resolve
 from node_agent.errors import NodeError
 from node_agent.gguf import read_gguf
+from node_agent.gguf_vocab import gguf_tokenizer, read_vocabulary
 from policies.contract.bundle import decode_bundle
 
 
@@ -36,7 +37,7 @@ def values() -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def tokenizer(values: dict[str, object]) -> Tokenizer:
-    return gguf_tokenizer(values)
+    return gguf_tokenizer(read_vocabulary(values), values)
 
 
 # --- the default model ---------------------------------------------------------------------------
@@ -127,12 +128,12 @@ def test_control_tokens_are_hard_borders(tokenizer: Tokenizer, parts: list[str])
 
 def test_unknown_pre_tokenizer_is_refused_with_the_remedy(values: dict[str, object]) -> None:
     with pytest.raises(NodeError, match=r"tokenizer\.ggml\.pre") as caught:
-        gguf_tokenizer({**values, "tokenizer.ggml.pre": "falcon"})
+        read_vocabulary({**values, "tokenizer.ggml.pre": "falcon"})
     assert "'falcon'" in caught.value.found
     assert "smollm" in caught.value.allowed
     assert "tokenizer.json" in caught.value.remedy
     with pytest.raises(NodeError, match=r"tokenizer\.ggml\.model"):
-        gguf_tokenizer({**values, "tokenizer.ggml.model": "llama"})
+        read_vocabulary({**values, "tokenizer.ggml.model": "bert"})
 
 
 @pytest.mark.parametrize(
@@ -308,6 +309,35 @@ def test_a_tokenizer_that_begins_with_bos_says_so(tmp_path: Path) -> None:
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
     tokenizer.save(str(file))
     assert folder_bundle(folder, context_tokens=None, page_size=16, labels=()).add_bos
+
+
+def test_what_the_tokenizer_settings_leave_out_the_config_says(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, bos_token=None, eos_token=None, add_bos_token=True)
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "bos_token_id": 2,
+                "eos_token_id": [3, 4, -1],
+                "text_config": {"max_position_embeddings": 64, "vocab_size": 9},
+            }
+        )
+    )
+    (folder / "generation_config.json").unlink()
+    bundle = folder_bundle(folder, context_tokens=None, page_size=16, labels=())
+    assert (bundle.bos_token, bundle.eos_token, bundle.add_bos) == ("<s>", "</s>", True)
+    assert bundle.stop_token_ids == (3, 4)
+    assert (bundle.context_tokens, bundle.vocab_size) == (64, 9)
+
+
+def test_the_end_of_a_turn_stops_where_the_files_do_not_name_it(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    file = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.add_special_tokens(["<end_of_turn>", "<|im_end|>"])
+    tokenizer.add_tokens([AddedToken("<|end|>", special=False)])  # text: no end
+    tokenizer.save(str(file))
+    bundle = folder_bundle(folder, context_tokens=None, page_size=16, labels=())
+    assert bundle.stop_token_ids == (4, 3, 6, 5)
 
 
 @pytest.mark.parametrize(

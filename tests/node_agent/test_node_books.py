@@ -251,6 +251,16 @@ def test_an_acknowledgement_is_for_one_stream() -> None:
     assert [record.lane for record in backlog.all(0.0)] == [1]
 
 
+def test_an_acknowledgement_that_names_a_lane_is_for_that_one() -> None:
+    backlog = UsageBacklog()
+    for lane in (3, 5, 7):
+        backlog.add(usage("r", lane), 0.0)
+    assert backlog.acknowledge("r", 0, 5)
+    assert not backlog.acknowledge("r", 0, 5)
+    assert [record.lane for record in backlog.all(0.0)] == [3, 7]
+    assert len(backlog) == 2
+
+
 def test_what_is_not_acknowledged_is_told_again_but_not_each_second() -> None:
     backlog = UsageBacklog()
     backlog.add(usage("r"), 0.0)

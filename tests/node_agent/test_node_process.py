@@ -212,6 +212,7 @@ def test_models_list_says_what_is_there(tmp_path: Path) -> None:
     assert [(row["name"], row["present"], row["default"]) for row in rows] == [
         ("smollm2-135m", False, True),
         ("smollm2-135m-32k", False, False),
+        ("gemma3-270m", False, False),
     ]
     assert "smollm2-135m-32k" in models("list", folder=tmp_path).stdout
 

@@ -30,7 +30,7 @@ def test_a_stop_during_a_pull_ends_it_and_leaves_nothing(
     program = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
     pid_file = tmp_path / "pid"
     fetch = Fetch((sys.executable, "-c", program, str(pid_file)), poll_s=0.05)
-    monkeypatch.setattr(checkpoints, "pip_fetch", lambda file: fetch)
+    monkeypatch.setattr(checkpoints, "PIP_FETCH", fetch)
     models = tmp_path / "models"
     monkeypatch.setenv("KAGARI_MODELS", str(models))
     stop, lines = threading.Event(), []

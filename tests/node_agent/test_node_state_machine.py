@@ -100,7 +100,8 @@ class FakeLink:
         self.pages = PageStream()
         # What the gateway believes, of the link that is open now.
         self.live: dict[int, tuple[str, int]] = {}
-        self.ended: Counter[tuple[str, int, int]] = Counter()
+        self.ended: Counter[tuple[str, int, int]] = Counter()  # by request, attempt and lane
+        self.acknowledged: set[tuple[str, int, int]] = set()
 
     def send(self, data: bytes) -> None:
         if not self.is_open:
@@ -202,6 +203,15 @@ class NodeMachine(RuleBasedStateMachine):
     def drain(self, drain: bool, gateway: int) -> None:
         self.tell(self.links[gateway], wire.Drain(drain))
 
+    @rule(gateway=st.sampled_from(GATEWAYS), data=st.data())
+    def acknowledge_a_lane_by_its_end(self, gateway: int, data: st.DataObject) -> None:
+        """Before or after its usage record came, and perhaps again."""
+        link = self.links[gateway]
+        if link.is_open and link.ended:
+            request_id, attempt, lane = data.draw(st.sampled_from(sorted(link.ended)))
+            self.tell(link, wire.UsageAck(((request_id, attempt),), (lane,)))
+            link.acknowledged.add((request_id, attempt, lane))
+
     @precondition(lambda self: any(len(link.usage) for link in self.links))
     @rule()
     def acknowledge(self) -> None:
@@ -216,6 +226,15 @@ class NodeMachine(RuleBasedStateMachine):
     def no_stream_ends_twice(self) -> None:
         for link in self.links:
             assert all(count == 1 for count in link.ended.values())
+
+    @invariant()
+    def what_was_acknowledged_is_not_told_again_and_nothing_else_is_lost(self) -> None:
+        for link in self.links:
+            waiting = {
+                (record.request_id, record.attempt, record.lane) for record in link.usage.all(0.0)
+            }
+            assert not waiting & link.acknowledged
+            assert len(waiting) == len(link.usage)
 
     @invariant()
     def usages_wait_for_the_gateway_that_submitted(self) -> None:

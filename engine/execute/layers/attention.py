@@ -2,15 +2,18 @@
 
 A group's query heads are folded into the row axis: queries become [sequences × kv heads,
 tokens × group, dim] against [sequences × kv heads, keys, dim]. Keys are padded with a page of
-zeros to a multiple of 64 and masked; exact zeros at the end of a sum change nothing, so a row's
-result depends on its own keys only. Within which shapes this machine's kernels keep that promise
-is tested at load (attention_shapes.py); where they never do, every row goes through one fixed
-shape, 64 absolute keys at a time, merged online (Milakov and Gimelshein, 2018).
+zeros to a multiple of 64 and masked; exact zeros in a sum change nothing, so a row's result
+depends on its own keys only. Within which shapes this machine's kernels keep that promise is
+tested at load (attention_shapes.py); where they never do, every row goes through one fixed shape,
+64 absolute keys at a time, merged online (Milakov and Gimelshein, 2018).
+
+Layers with a window hide all but the last keys from a token (Beltagy et al., 2020). Whole key
+blocks that no row of a tile sees are not read: the blocks that are left are cut where they were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,7 +50,8 @@ class Tile:
     first_row: int
     tokens: int
     padded: int
-    keys: int
+    first_key: int  # of those that the call gathers
+    keys: int  # from there on
     masked_from: int
     mask: Tensor  # [sequences, 1, padded, 1, keys - masked_from], 0 or -inf
 
@@ -77,7 +81,9 @@ class Attention:
         context_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        windows: Iterable[int | None] = (None,),
     ) -> None:
+        self.windows = frozenset(windows)
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         self.group = num_heads // num_kv_heads
         self.page_size, self.null_page = page_size, null_page
@@ -92,6 +98,7 @@ class Attention:
             head_dim=head_dim,
             context_tokens=context_tokens,
             max_sequences=MAX_SEQUENCES,
+            windows=sorted(window for window in self.windows if window is not None),
             dtype=dtype,
             device=device,
         )
@@ -100,17 +107,27 @@ class Attention:
 
     # --- planning ---------------------------------------------------------------------------
 
-    def plan(self, spans: Sequence[Span]) -> list[Call]:
+    def plans(self, spans: Sequence[Span]) -> dict[int | None, list[Call]]:
+        """The calls of each kind of layer, by its window."""
+        longest = max((span.start + span.num_rows for span in spans), default=0)
+        full = self.plan(spans)
+        # As long as a window hides nothing, its layers do what the others do.
+        return {
+            window: full if window is None or longest <= window else self.plan(spans, window)
+            for window in self.windows
+        }
+
+    def plan(self, spans: Sequence[Span], window: int | None = None) -> list[Call]:
         """spans in batch order, single-token ones that may share a call next to each other."""
         calls: list[Call] = []
         waiting: list[Span] = []
         for span in spans:
-            if waiting and not self._may_join(waiting, span):
-                calls.append(self._call(waiting))
+            if waiting and not self._may_join(waiting, span, window):
+                calls.append(self._call(waiting, window))
                 waiting = []
             waiting.append(span)
         if waiting:
-            calls.append(self._call(waiting))
+            calls.append(self._call(waiting, window))
         return calls
 
     def places(self, pages: Tensor, positions: Tensor) -> Tensor:
@@ -120,35 +137,43 @@ class Attention:
         rows = blocks * self.page_size + (positions % self.page_size)[:, None]
         return rows.view(-1, 2, self.num_kv_heads)
 
-    def key_tiles_of(self, span: Span) -> int:
-        return self._key_tiles(span.start + span.num_rows)
+    def key_tiles_of(self, span: Span, window: int | None = None) -> int:
+        return self._key_tiles(span.start + span.num_rows - self._first_key(span.start, window))
 
     def _key_tiles(self, keys: int) -> int:
         return max(self.shapes.least_keys // KEY_TILE, key_tiles(-(-keys // KEY_TILE)))
 
-    def _may_join(self, waiting: list[Span], span: Span) -> bool:
-        return (
-            span.num_rows == 1
-            and waiting[0].num_rows == 1
-            and len(waiting) < MAX_SEQUENCES
-            and self.key_tiles_of(span) == self.key_tiles_of(waiting[0])
-        )
+    def _first_key(self, position: int, window: int | None) -> int:
+        """The key from which on a tile is computed whose first row is at that position."""
+        if window is None or not self.shapes.may_skip:
+            return 0
+        # Whole key blocks are left out, and whole pages.
+        stride = max(self.shapes.key_block, self.page_size)
+        return max(0, position + 1 - window) // stride * stride
 
-    def _call(self, spans: list[Span]) -> Call:
-        keys = max(self.key_tiles_of(span) for span in spans) * KEY_TILE
+    def _may_join(self, waiting: list[Span], span: Span, window: int | None) -> bool:
+        if span.num_rows > 1 or waiting[0].num_rows > 1 or len(waiting) == MAX_SEQUENCES:
+            return False
+        tiles, others = (self.key_tiles_of(one, window) for one in (span, waiting[0]))
+        # Rows past their windows need about as much; where blocks are cut makes the difference.
+        is_far = window is not None and min(span.start, waiting[0].start) >= window
+        return tiles == others or (is_far and self.shapes.may_skip)
+
+    def _call(self, spans: list[Span], window: int | None) -> Call:
+        tiles = tuple(self._tiles(spans, window))
+        keys = max(tile.first_key + tile.keys for tile in tiles)
         pages_each = -(-keys // self.page_size)
-        table = torch.tensor(
-            [
-                [*span.pages[:pages_each], *[self.null_page] * (pages_each - len(span.pages))]
-                for span in spans
-            ],
-            device=self.device,
-        ).view(1, len(spans), 1, pages_each)
-        first = (table * self._page_stride + self._halves).view(1, -1)
-        places = (first + self._layers).unbind(0)
-        return Call(len(spans), places, tuple(self._tiles(spans)))
+        tables = []
+        for span in spans:
+            first = self._first_key(span.start, window) // self.page_size
+            pages = span.pages[first : first + pages_each]
+            tables.append([*pages, *[self.null_page] * (pages_each - len(pages))])
+        table = torch.tensor(tables, device=self.device).view(1, len(spans), 1, pages_each)
+        first_rows = (table * self._page_stride + self._halves).view(1, -1)
+        places = (first_rows + self._layers).unbind(0)
+        return Call(len(spans), places, tiles)
 
-    def _tiles(self, spans: list[Span]) -> list[Tile]:
+    def _tiles(self, spans: list[Span], window: int | None) -> list[Tile]:
         head = spans[0]
         most = QUERY_TOKENS[-1]
         tiles = []
@@ -156,17 +181,27 @@ class Attention:
             tokens = min(most, head.num_rows - at)
             padded = next(size for size in QUERY_TOKENS if size >= tokens)
             padded = max(padded, self.shapes.least_tokens)
-            starts = torch.tensor([span.start + at for span in spans])
-            seen = int(starts.max()) + tokens
-            keys = self._key_tiles(seen) * KEY_TILE
-            masked_from = int(starts.min()) // KEY_TILE * KEY_TILE if len(spans) == 1 else 0
+            # From here on positions are counted from each sequence's own first key.
+            first_keys = [self._first_key(span.start + at, window) for span in spans]
+            starts = torch.tensor(
+                [span.start + at - first for span, first in zip(spans, first_keys, strict=True)]
+            )
+            keys = self._key_tiles(int(starts.max()) + tokens) * KEY_TILE
+            is_plain = len(spans) == 1 and window is None
+            masked_from = int(starts.min()) // KEY_TILE * KEY_TILE if is_plain else 0
             # Padded queries look at the last real one's keys; nobody reads what they see.
             offsets = torch.arange(padded).clamp_(max=tokens - 1)
             positions = starts[:, None, None] + offsets[None, :, None]
-            hidden = torch.arange(masked_from, keys)[None, None] > positions
+            seen = torch.arange(masked_from, keys)[None, None]
+            hidden = seen > positions
+            if window is not None:
+                hidden |= seen <= positions - window
             mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, NEVER)
             mask = mask[:, None, :, None].to(self.device)
-            tiles.append(Tile(head.first_row + at, tokens, padded, keys, masked_from, mask))
+            first_key = first_keys[0] - self._first_key(head.start, window)
+            tiles.append(
+                Tile(head.first_row + at, tokens, padded, first_key, keys, masked_from, mask)
+            )
         return tiles
 
     # --- running ----------------------------------------------------------------------------
@@ -190,7 +225,8 @@ class Attention:
                     q = torch.nn.functional.pad(q, (0, 0, 0, tile.padded - tile.tokens))
                 q = q.reshape(pairs, tile.padded * self.group, self.head_dim)
                 attend = self._wide if self.is_wide else self._fixed
-                o = attend(q, keys[:, : tile.keys], values[:, : tile.keys], tile)
+                seen = slice(tile.first_key, tile.first_key + tile.keys)
+                o = attend(q, keys[:, seen], values[:, seen], tile)
                 o = o.view(call.sequences, heads, tile.padded, width)[:, :, : tile.tokens]
                 out[rows].view(call.sequences, tile.tokens, heads, width).copy_(o.transpose(1, 2))
         return out
@@ -222,8 +258,9 @@ class Attention:
 
 
 def _online(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """q [FIXED_ROWS, dim] over keys in tiles of 64, in order; key 0 is open to every row."""
-    top = torch.full((len(q), 1), NEVER, dtype=q.dtype, device=q.device)
+    """q [FIXED_ROWS, dim] over keys in tiles of 64, in order; some key is open to every row."""
+    # Finite, so that a tile that is hidden from a row adds exact zeros to it and no NaN.
+    top = torch.full((len(q), 1), torch.finfo(q.dtype).min, dtype=q.dtype, device=q.device)
     total = torch.zeros_like(top)
     out = torch.zeros_like(q)
     for at in range(0, len(keys), KEY_TILE):

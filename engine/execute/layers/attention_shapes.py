@@ -1,13 +1,15 @@
 """Which shapes of batched products give a row of attention the same bits on this machine.
 
 A row that sees so many keys must come out alike at every padded length above them, beside any
-number of sequences, and in a tile of any number of query tokens: random rows are run at load at
-the shapes that will be in use, and the limits within which they agree bit for bit are kept.
+number of sequences, in a tile of any number of query tokens, and, where a window hides its first
+keys, with whole blocks of these left out. Random rows are run at load at the shapes that will be
+in use, and the limits within which they agree bit for bit are kept.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ class Shapes:
     key_block: int = 1024  # keys of one product of weights and values
     least_keys: int = 64  # of a call
     least_tokens: int = 1  # query tokens of a tile
+    may_skip: bool = True  # key blocks before a window
 
 
 def key_tiles(tiles: int) -> int:
@@ -52,6 +55,7 @@ def find_shapes(
     head_dim: int,
     context_tokens: int,
     max_sequences: int,
+    windows: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
 ) -> Shapes | None:
@@ -69,7 +73,9 @@ def find_shapes(
         if probe.lengths_agree(least_keys):
             least_tokens = probe.least_tokens(least_keys)
             if least_tokens is not None:
-                return Shapes(probe.key_block, least_keys, least_tokens)
+                shapes = Shapes(probe.key_block, least_keys, least_tokens)
+                may_skip = all(probe.starts_agree(window, shapes) for window in windows)
+                return replace(shapes, may_skip=may_skip)
     return None
 
 
@@ -137,6 +143,26 @@ class _Probe:
             least = tokens
         return least
 
+    def starts_agree(self, window: int, shapes: Shapes) -> bool:
+        """A row behind one or two blocks that its window hides, with and without these."""
+        for skipped in (self.key_block, 2 * self.key_block):
+            for hidden in (skipped, skipped + 21, skipped + self.key_block - 1):
+                seen = min(hidden + window, self.lengths[-1])
+                if seen <= hidden:
+                    continue  # nothing is skipped for so far in a context this short
+                whole = next(length for length in self.lengths if length >= seen)
+                rest = key_tiles(-(-(seen - skipped) // KEY_TILE)) * KEY_TILE
+                rest = min(max(rest, shapes.least_keys), self.lengths[-1] - skipped)
+                expected = self._attend(seen, 16, whole, 1, hidden=hidden)
+                least = shapes.least_tokens
+                for tokens, sequences in ((least, 1), (QUERY_TOKENS[-1], 1), (least, self._most)):
+                    found = self._attend(
+                        seen, tokens, skipped + rest, sequences, hidden=hidden, skipped=skipped
+                    )
+                    if not _common_rows_equal(found[: self._heads], expected):
+                        return False
+        return True
+
     def _agrees(self, seen: int, *, tokens: int, length: int, sequences: int = 1) -> bool:
         """The rows that both shapes hold are equal; the reference is 16 tokens, one sequence."""
         reference = self._expected.get(seen)
@@ -144,14 +170,31 @@ class _Probe:
             shortest = next(length for length in self.lengths if length >= seen)
             reference = self._expected[seen] = self._attend(seen, 16, shortest, 1)
         found = self._attend(seen, tokens, length, sequences)[: self._heads]
-        common = min(found.shape[1], reference.shape[1])
-        return torch.equal(found[:, :common], reference[:, :common])
+        return _common_rows_equal(found, reference)
 
-    def _attend(self, seen: int, tokens: int, length: int, sequences: int) -> Tensor:
+    def _attend(
+        self,
+        seen: int,
+        tokens: int,
+        length: int,
+        sequences: int,
+        *,
+        hidden: int = 0,
+        skipped: int = 0,
+    ) -> Tensor:
+        """Rows that see keys hidden…seen of those from skipped to length."""
         pairs = sequences * self._heads
         stored = self._long if sequences == 1 else self._short
-        keys, values = stored[:, :pairs, :length].unbind(0)
+        if length > stored.shape[2]:
+            stored = self._long.repeat(1, sequences, 1, 1)
+        keys, values = stored[:, :pairs, skipped:length].unbind(0)
         queries = self._queries[:pairs, : tokens * self._group].contiguous()
         scores = torch.bmm(queries, keys.transpose(1, 2))
-        scores[..., seen:] = NEVER
+        scores[..., seen - skipped :] = NEVER
+        scores[..., : hidden - skipped] = NEVER
         return weigh(torch.softmax(scores, -1), values, key_block=self.key_block)
+
+
+def _common_rows_equal(found: Tensor, expected: Tensor) -> bool:
+    common = min(found.shape[1], expected.shape[1])
+    return torch.equal(found[:, :common], expected[:, :common])

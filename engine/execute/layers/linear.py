@@ -17,17 +17,17 @@ def can_pack(weight: Tensor) -> bool:
 
 
 class Linear:
-    """x [rows, in] → [rows, out], in the weight's dtype; no bias."""
+    """x [rows, in] → [rows, out], in the weight's dtype."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         self.is_packed = can_pack(weight)
         if self.is_packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
             self._product = torch.ops.mkldnn._linear_pointwise.default
-        self._weight = weight
+        self._weight, self._bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.is_packed:
-            return self._product(x, self._weight, None, "none", [], "")
-        return F.linear(x, self._weight)
+            return self._product(x, self._weight, self._bias, "none", [], "")
+        return F.linear(x, self._weight, self._bias)

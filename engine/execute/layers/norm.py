@@ -7,14 +7,16 @@ from torch import Tensor
 
 
 class RmsNorm:
-    """x fp32 [rows, width] → x ÷ sqrt(mean(x²) + eps) × weight, rounded once to dtype.
+    """x fp32 [rows, …, width] → x ÷ sqrt(mean(x²) + eps) × weight, rounded once to dtype.
+
+    weight [width], or one a head: [heads, width] for x [rows, heads, width].
 
     Every op but the row's own reduction is elementwise and correctly rounded, so a row's result
     does not depend on its batch mates (Zhang and Sennrich, 2019, for the norm itself).
     """
 
     def __init__(self, weight: Tensor, eps: float, *, dtype: torch.dtype) -> None:
-        width = weight.shape[0]
+        width = weight.shape[-1]
         self._gain = weight.float() * width**0.5
         self._eps = eps * width
         self._dtype = dtype

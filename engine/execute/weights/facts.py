@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    architecture: str
+    architecture: str  # the family, a key of families.FAMILIES
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -64,6 +63,10 @@ class ModelConfig:
     tied_head: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    query_scale: float  # of queries before they meet keys
+    windows: tuple[int | None, ...]  # a layer: keys that a token sees, its own included; None: all
+    local_rope_theta: float  # of layers with a window, whose positions are never stretched
+    biases: frozenset[str]  # projections that add one, e.g. "q_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,64 +150,3 @@ def real(field: str, value: object, *, default: float | None = None) -> float:
             remedy="The file is damaged or not a model of a known family; fetch it again.",
         )
     return float(value)
-
-
-def llama_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors a Llama needs, by Hugging Face name."""
-    hidden, ffn, dim = config.hidden_size, config.ffn_size, config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not config.tied_head:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    if config.rope_scaling is not None and config.rope_scaling.type == "factors":
-        shapes["rope_freqs.weight"] = (dim // 2,)
-    for layer in range(config.num_layers):
-        at = f"model.layers.{layer}."
-        shapes |= {
-            f"{at}input_layernorm.weight": (hidden,),
-            f"{at}self_attn.q_proj.weight": (config.num_heads * dim, hidden),
-            f"{at}self_attn.k_proj.weight": (config.num_kv_heads * dim, hidden),
-            f"{at}self_attn.v_proj.weight": (config.num_kv_heads * dim, hidden),
-            f"{at}self_attn.o_proj.weight": (hidden, config.num_heads * dim),
-            f"{at}post_attention_layernorm.weight": (hidden,),
-            f"{at}mlp.gate_proj.weight": (ffn, hidden),
-            f"{at}mlp.up_proj.weight": (ffn, hidden),
-            f"{at}mlp.down_proj.weight": (hidden, ffn),
-        }
-    return shapes
-
-
-def check_llama(config: ModelConfig, tensors: Mapping[str, TensorInfo], path: Path) -> None:
-    """Raises CheckpointError where heads do not fit or a tensor is missing or misshapen."""
-    if config.num_heads % config.num_kv_heads:
-        raise CheckpointError(
-            "num_key_value_heads",
-            found=f"{config.num_kv_heads} for {config.num_heads} heads",
-            allowed="a divisor of the number of heads",
-            remedy="The header is damaged; fetch the checkpoint again.",
-        )
-    if config.head_dim % 2:
-        raise CheckpointError(
-            "head_dim",
-            found=config.head_dim,
-            allowed="an even number",
-            remedy="The header is damaged; fetch the checkpoint again.",
-        )
-    if config.num_layers > len(tensors):
-        raise CheckpointError(
-            "num_hidden_layers",
-            found=f"{config.num_layers} layers, {len(tensors)} tensors",
-            allowed="a tensor at least for each layer",
-            remedy="The header is damaged; fetch the checkpoint again.",
-        )
-    for name, shape in llama_shapes(config).items():
-        info = tensors.get(name)
-        if info is None or info.shape != shape:
-            raise CheckpointError(
-                name,
-                found="no such tensor" if info is None else f"shape {list(info.shape)}",
-                allowed=f"shape {list(shape)}",
-                remedy=f"{path.name} is incomplete or of another family; fetch it again.",
-            )

@@ -1,4 +1,4 @@
-"""Small random Llama folders, the real model, and runners over them, all on one thread."""
+"""Small random models, the real ones, and runners over them, all on one thread."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -11,8 +11,10 @@ import torch
 from benchmarks.steps import Steps
 from engine.execute.runner import ModelRunner, RunnerConfig, load_runner
 from engine.execute.weights import RopeScaling
+from tests.engine.execute.tiny_families import SHAPES, rope, tiny_model
 
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GEMMA_FILE = "gemma-3-270m-q4_k_m.gguf"
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,22 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def pulled(file: str, name: str) -> Path:
+    folder = Path(os.environ.get("KAGARI_MODELS", "~/.cache/kagari/models")).expanduser()
+    path = folder / file
+    if not path.is_file():
+        pytest.fail(f"{path} is absent: run `kagari models pull {name}`", pytrace=False)
+    return path
+
+
 @pytest.fixture(scope="session")
 def model_path() -> Path:
-    folder = Path(os.environ.get("KAGARI_MODELS", "~/.cache/kagari/models")).expanduser()
-    path = folder / MODEL_FILE
-    if not path.is_file():
-        pytest.fail(f"{path} is absent: run `kagari models pull smollm2-135m`", pytrace=False)
-    return path
+    return pulled(MODEL_FILE, "smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def gemma_path() -> Path:
+    return pulled(GEMMA_FILE, "gemma3-270m")
 
 
 TinyFolder = Callable[..., Path]
@@ -50,24 +61,8 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> TinyFolder:
     """Makes a folder with a random Llama as transformers saves it; keyword = config field."""
 
     def make(*, shard_size: str = "1GB", **changes: object) -> Path:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        fields: dict[str, object] = {
-            "vocab_size": 160,
-            "hidden_size": 210,  # a multiple of every number of heads in use, of no vector width
-            "intermediate_size": 112,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "head_dim": 12,
-            "max_position_embeddings": 512,
-            "tie_word_embeddings": False,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-            "initializer_range": 0.08,
-        }
-        torch.manual_seed(7)
-        model = LlamaForCausalLM(LlamaConfig(**(fields | changes)))
         folder = tmp_path_factory.mktemp("tiny")
+        model = tiny_model("llama", {"rope_parameters": rope(), **changes})
         model.save_pretrained(folder, max_shard_size=shard_size)
         return folder
 
@@ -85,6 +80,7 @@ def make_runner() -> RunnerMaker:
         precision: str = "fp32",
         num_pages: int = 64,
         page_size: int = 16,
+        threads: int = 1,
         **rest: object,
     ) -> ModelRunner:
         spec = Spec(str(path), **rest)  # type: ignore[arg-type]
@@ -94,18 +90,35 @@ def make_runner() -> RunnerMaker:
             dtype=precision,  # type: ignore[arg-type]
             kv_dtype=precision,  # type: ignore[arg-type]
             device="cpu",
-            threads=1,
+            threads=threads,
         )
         return load_runner(spec, config)
 
     return make
 
 
-@pytest.fixture(scope="session", params=["fp32", "bf16"])
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(
+            (family, precision),
+            id=f"{family}-{precision}",
+            marks=() if family == "llama" else pytest.mark.slow,
+        )
+        for family in ("llama", "qwen3", "gemma3")
+        for precision in ("fp32", "bf16")
+    ],
+)
 def tiny_runner(
-    request: pytest.FixtureRequest, tiny_folder: TinyFolder, make_runner: RunnerMaker
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    make_runner: RunnerMaker,
 ) -> ModelRunner:
-    return make_runner(tiny_folder(), precision=request.param, num_pages=256)
+    family, precision = request.param
+    folder = tmp_path_factory.mktemp("family")
+    (shape, *_) = SHAPES[family].values()
+    tiny_model(family, shape).save_pretrained(folder)
+    return make_runner(folder, precision=precision, num_pages=256)
 
 
 @pytest.fixture

@@ -1,20 +1,25 @@
 """Greedy tokens equal transformers' until the two best logits are too close to call."""
 
 import copy
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from benchmarks.peer import transformers_llama
 from benchmarks.steps import Steps
 from engine.execute.runner import ModelRunner
 from engine.execute.weights import RopeScaling, open_checkpoint
+from tests.engine.execute.family_checks import (
+    GAPS,
+    agreed_steps,
+    assert_equals_peer,
+    peer_logits,
+    run_every_way,
+)
+from tests.engine.execute.tiny_families import YARN
 
-GAPS = {"fp32": 1e-3, "bf16": 0.1}
 PROMPTS = (
     "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n",
     "def fibonacci(n):\n    ",
@@ -23,98 +28,18 @@ PROMPTS = (
 )
 
 
-def next_logits(peer: Any, ids: Sequence[int]) -> Tensor:
-    """fp32 [len(ids), vocab]."""
-    with torch.inference_mode():
-        return peer(torch.tensor([list(ids)])).logits[0].float()
+def agreed(peer: Any, prompt: list[int], completion: list[int], gap: float) -> int:
+    return agreed_steps(peer_logits(peer, prompt, completion), completion, gap)
 
 
-def agreed_steps(peer: Any, prompt: Sequence[int], completion: Sequence[int], gap: float) -> int:
-    """Steps compared; asserts equality until the first step whose best two logits are close."""
-    logits = next_logits(peer, [*prompt, *completion])[len(prompt) - 1 : -1]
-    for step, (row, token) in enumerate(zip(logits, completion, strict=True)):
-        best = row.topk(2)
-        if float(best.values[0] - best.values[1]) < gap:
-            return step
-        assert token == int(best.indices[0]), f"step {step}, gap {best.values}"
-    return len(completion)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({}, id="odd-groups"),
-        pytest.param(
-            {"num_attention_heads": 5, "num_key_value_heads": 5, "tie_word_embeddings": True},
-            id="no-groups-tied",
-        ),
-        pytest.param(
-            {
-                "rope_parameters": {
-                    "rope_type": "yarn",
-                    "rope_theta": 10000.0,
-                    "factor": 4.0,
-                    "original_max_position_embeddings": 128,
-                },
-                "num_attention_heads": 7,
-                "num_key_value_heads": 1,
-            },
-            id="yarn",
-        ),
-        pytest.param(
-            {
-                "rope_parameters": {
-                    "rope_type": "llama3",
-                    "rope_theta": 500.0,
-                    "factor": 8.0,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 64,
-                },
-                "head_dim": 16,
-            },
-            id="llama3",
-        ),
-        pytest.param(
-            {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
-            id="linear",
-        ),
-    ],
-)
-def test_llama_family_greedy_tokens_equal_transformers(
-    changes: dict[str, object], tiny_folder: Any, make_runner: Any
-) -> None:
-    folder = tiny_folder(**changes)
+def test_the_benchmarks_peer_equals_a_saved_llama(tiny_folder: Any) -> None:
+    folder = tiny_folder(rope_parameters=YARN, num_attention_heads=7, num_key_value_heads=1)
     peer = transformers_llama(open_checkpoint(folder), dtype=torch.float32)
     from transformers import LlamaForCausalLM
 
     saved = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompt = [(7 * at + 3) % 160 for at in range(181)]
-    assert torch.equal(next_logits(peer, prompt), next_logits(saved, prompt))
-    runner = make_runner(folder)
-    steps = Steps(runner)
-    compared = 0
-    for length in (1, 17, 181):
-        (completion,) = steps.generate([steps.stream(prompt[:length])], 24)
-        compared += agreed_steps(peer, prompt[:length], completion, GAPS["fp32"])
-    assert compared >= 36
-
-
-def test_llama_family_logits_equal_transformers(tiny_folder: Any, make_runner: Any) -> None:
-    folder = tiny_folder()
-    peer = transformers_llama(open_checkpoint(folder), dtype=torch.float32)
-    runner = make_runner(folder)
-    seen: list[Tensor] = []
-    logits = runner.model.logits
-
-    def spy(x: Tensor, rows: Tensor) -> Tensor:
-        seen.append(logits(x, rows).clone())
-        return seen[-1].clone()
-
-    runner.model.logits = spy
-    prompt = [(11 * at + 5) % 160 for at in range(90)]
-    Steps(runner).generate([Steps(runner).stream(prompt)], 1)
-    torch.testing.assert_close(seen[0][0], next_logits(peer, prompt)[-1], atol=2e-5, rtol=1e-4)
+    assert torch.equal(peer_logits(peer, prompt), peer_logits(saved, prompt))
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +77,7 @@ def test_llama_family_real_model_equals_transformers(
     completions = steps.generate([steps.stream(prompt) for prompt in prompts], 24)
     gap = GAPS[real_runner.compute_precision]
     compared = [
-        agreed_steps(real_peer, prompt, completion, gap)
+        agreed(real_peer, prompt, completion, gap)
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
     assert sum(compared) >= 12, compared
@@ -191,10 +116,10 @@ def test_llama_family_real_model_equals_transformers_64_by_64(
         steps.reset()
         completions = steps.generate([steps.stream(prompt) for prompt in prompts], 64)
         for prompt, completion in zip(prompts, completions, strict=True):
-            agreed_steps(real_peer, prompt, completion, gap)
+            agreed(real_peer, prompt, completion, gap)
 
 
-def test_llama_family_yarn_positions_past_the_original_context_equal_transformers(
+def test_llama_family_stretched_by_its_entry_equals_transformers_past_the_original_context(
     tiny_folder: Any, make_runner: Any
 ) -> None:
     """A rope table sized by the original context would fail or wrap here."""
@@ -204,6 +129,95 @@ def test_llama_family_yarn_positions_past_the_original_context_equal_transformer
     runner = make_runner(folder, rope_scaling=stretched)
     assert runner.context_tokens == 256
     prompt = [(13 * at + 1) % 160 for at in range(200)]
+    assert_equals_peer(runner, peer, [prompt])
+
+
+TEXTS = (
+    "The capital of France is",
+    "Once upon a time there was a little",
+    "The three most important things in life are",
+    "In this paper we show that",
+)
+
+
+def gemma_prompts(path: Path, lengths: tuple[int, ...]) -> list[list[int]]:
+    """The texts' words, each of which is a token; then words at random, so many tokens in all."""
+    tokens: Any = open_checkpoint(path).metadata["tokenizer.ggml.tokens"]
+    ids = {token: index for index, token in enumerate(tokens)}
+    prompts = [
+        [2, *(ids[f"▁{word}" if at else word] for at, word in enumerate(text.split()))]
+        for text in TEXTS
+    ]
+    words = [index for token, index in ids.items() if token.startswith("▁") and len(token) > 3]
+    return prompts + [
+        [2, *(words[(at * at * 31 + at * 7919) % len(words)] for at in range(length - 1))]
+        for length in lengths
+    ]
+
+
+@pytest.fixture(scope="module")
+def gemma_peer(gemma_path: Path) -> Any:
+    """transformers reads the file by itself, names, values and config."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        str(gemma_path.parent), gguf_file=gemma_path.name, dtype=torch.float32
+    ).eval()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_gemma3_family_real_weights_equal_transformers_own_gguf_loader(
+    gemma_path: Path, gemma_peer: Any
+) -> None:
+    checkpoint = open_checkpoint(gemma_path)
+    state = gemma_peer.state_dict()
+    assert len(checkpoint.tensors) == 236
+    for name in checkpoint.tensors:
+        assert torch.equal(checkpoint.read(name), state[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_gemma3_family_real_model_equals_transformers(
+    gemma_path: Path, gemma_peer: Any, make_runner: Any
+) -> None:
+    """Prompts within the window of 512, past it, and past whole key blocks before it."""
+    runner = make_runner(gemma_path, num_pages=40, page_size=64)
+    prompts = gemma_prompts(gemma_path, (300, 505, 700, 1300))
+    assert_equals_peer(runner, gemma_peer, prompts, tokens=16, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_gemma3_family_real_model_in_bf16_equals_transformers_on_the_rounded_weights(
+    gemma_path: Path, gemma_peer: Any, make_runner: Any
+) -> None:
+    peer = copy.deepcopy(gemma_peer)
+    peer.lm_head.weight = torch.nn.Parameter(peer.lm_head.weight.clone())  # stays fp32
+    for name, parameter in peer.named_parameters():
+        if parameter.ndim > 1 and not name.startswith("lm_head"):
+            parameter.data = parameter.data.bfloat16().float()
+    scale = peer.model.embed_tokens.embed_scale
+    scale.data = scale.data.bfloat16().float()
+    runner = make_runner(gemma_path, precision="bf16", num_pages=80, page_size=64)
     steps = Steps(runner)
-    (completion,) = steps.generate([steps.stream(prompt)], 24)
-    assert agreed_steps(peer, prompt, completion, GAPS["fp32"]) >= 8
+    prompts = gemma_prompts(gemma_path, (300, 700, 1300))
+    completions = steps.generate([steps.stream(prompt) for prompt in prompts], 16)
+    compared = 0
+    for prompt, completion in zip(prompts, completions, strict=True):
+        compared += agreed(peer, prompt, completion, GAPS["bf16"])
+    assert compared >= 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gemma3_family_real_model_is_exact_however_it_is_run(
+    precision: str, threads: int, gemma_path: Path, make_runner: Any
+) -> None:
+    runner = make_runner(
+        gemma_path, precision=precision, num_pages=150, page_size=64, threads=threads
+    )
+    prompts = gemma_prompts(gemma_path, (700, 1300))[2:]
+    run_every_way(runner, prompts, 4, chunk_sizes=((1 << 20,), (333, 64, 1)))

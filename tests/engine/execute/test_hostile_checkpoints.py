@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.execute.weights import Checkpoint, CheckpointError, open_checkpoint
-from engine.execute.weights.facts import llama_shapes
+from engine.execute.weights.families import tensor_shapes
 
 LIMIT_BYTES = 64 << 20
 MANY = settings(
@@ -90,7 +90,7 @@ def try_open(path: Path) -> None:
         assert opened.found
         assert opened.allowed
         return
-    for name in llama_shapes(opened.config):
+    for name in tensor_shapes(opened.config):
         assert opened.tensors[name].num_bytes <= len(GGUF)
 
 

@@ -1,6 +1,11 @@
 """Layers against plain formulas, and the self-test that admits row counts."""
 
+import copy
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -41,18 +46,50 @@ def test_linear(rows: int, inside: int, outside: int, dtype: torch.dtype, atol: 
     torch.testing.assert_close(
         linear(x.to(dtype)).float(), x @ weight.T, atol=atol * 4, rtol=atol / 4
     )
+    bias = torch.randn(outside)
+    biased = Linear(weight.to(dtype), bias.to(dtype))
+    torch.testing.assert_close(
+        biased(x.to(dtype)).float(), x @ weight.T + bias, atol=atol * 4, rtol=atol / 4
+    )
 
 
+def test_rms_norm_of_heads_has_a_weight_for_each() -> None:
+    x, weight = torch.randn(5, 3, 20)[:, :, :16], torch.randn(3, 16)
+    found = RmsNorm(weight, 1e-5, dtype=torch.float32)(x)
+    for head in range(3):
+        alone = RmsNorm(weight[head], 1e-5, dtype=torch.float32)(x[:, head])
+        torch.testing.assert_close(found[:, head], alone, atol=1e-6, rtol=1e-6)
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def gelu_by_tanh(x: Tensor) -> Tensor:
+    return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 3, 5])
-@pytest.mark.parametrize("width", [64, 112, 1536])
-def test_silu_mul_gives_a_row_the_same_bits_in_any_batch(threads: int, width: int) -> None:
+@pytest.mark.parametrize("width", [64, 112, 1536, 2050])
+@pytest.mark.parametrize(
+    ("gate", "formula"), [(activation.silu_mul, silu), (activation.gelu_mul, gelu_by_tanh)]
+)
+def test_a_gate_gives_a_row_the_same_bits_in_any_batch(
+    gate: Callable[[Tensor], Tensor],
+    formula: Callable[[Tensor], Tensor],
+    width: int,
+    threads: int,
+    dtype: torch.dtype,
+) -> None:
     torch.set_num_threads(threads)
-    gate_up = torch.randn(97, 2 * width)
-    together = activation.silu_mul(gate_up)
+    gate_up = torch.randn(97, 2 * width).to(dtype)
+    together = gate(gate_up)
     for row in range(0, 97, 7):
-        assert torch.equal(activation.silu_mul(gate_up[row : row + 2])[0], together[row])
-    expected = torch.nn.functional.silu(gate_up[:, :width].double()) * gate_up[:, width:]
-    torch.testing.assert_close(together, expected.float(), atol=1e-5, rtol=1e-5)
+        assert torch.equal(gate(gate_up[row : row + 2])[0], together[row])
+    expected = formula(gate_up[:, :width].double()) * gate_up[:, width:].double()
+    close = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(together.double(), expected, atol=close, rtol=close)
 
 
 @pytest.mark.parametrize(
@@ -107,8 +144,15 @@ def test_rotation_turns_halves_by_position() -> None:
     assert torch.equal(found[0], x[0])
 
 
-def make_attention(
-    heads: int, kv_heads: int, dim: int, page_size: int, dtype: torch.dtype, context: int = 512
+@cache
+def self_tested_attention(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    *,
+    windows: tuple[int | None, ...] = (None,),
 ) -> Attention:
     return Attention(
         num_heads=heads,
@@ -117,31 +161,52 @@ def make_attention(
         page_size=page_size,
         num_layers=2,
         null_page=40,
-        context_tokens=context,
+        context_tokens=512,
         dtype=dtype,
         device=CPU,
+        windows=windows,
     )
 
 
-def plain_attention(q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
+def make_attention(*shape: Any, **windows: Any) -> Attention:
+    """One of its own, which a test may change; the self-test runs once a shape."""
+    return copy.copy(self_tested_attention(*shape, **windows))
+
+
+def plain_attention(
+    q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None = None
+) -> Tensor:
     """q [tokens, heads, dim], keys and values [kv heads, length, dim] in fp32."""
     group = q.shape[1] // keys.shape[0]
     keys, values = (x.repeat_interleave(group, 0) for x in (keys, values))
     scores = q.transpose(0, 1) @ keys.transpose(1, 2)
-    hidden = torch.arange(keys.shape[1])[None] > start + torch.arange(len(q))[:, None]
+    positions = start + torch.arange(len(q))[:, None]
+    seen = torch.arange(keys.shape[1])[None]
+    hidden = (seen > positions) | (seen <= positions - (window or 1 << 30))
     scores = scores.masked_fill(hidden, -math.inf).softmax(-1)
     return (scores @ values).transpose(0, 1)
 
 
 @pytest.mark.parametrize("is_wide", [True, False])
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 12), (5, 5, 10), (7, 1, 16)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(6, 2, 12), (5, 5, 10), (7, 1, 16), (4, 1, 256)]
+)
+@pytest.mark.parametrize("window", [None, 5, 40, 90])
 def test_paged_attention_equals_the_formula(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, atol: float, is_wide: bool
+    window: int | None,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    atol: float,
+    is_wide: bool,
 ) -> None:
     page_size = 16
     attention = make_attention(heads, kv_heads, dim, page_size, dtype)
     attention.is_wide = attention.is_wide and is_wide
+    # Short blocks, so that these spans are long enough for some to be left out.
+    attention.shapes = replace(attention.shapes, key_block=64, may_skip=True)
     torch.manual_seed(1)
     arena = torch.randn(41, 2, 2, kv_heads, page_size, dim).to(dtype)
     arena[40] = 0
@@ -157,14 +222,14 @@ def test_paged_attention_equals_the_formula(
         q,
         arena,
         layer=1,
-        calls=attention.plan(spans),
+        calls=attention.plan(spans, window),
         out=torch.zeros(total, heads * dim, dtype=dtype),
     )
     for span in spans:
         kv = arena[list(span.pages), 1].float().permute(1, 2, 0, 3, 4).reshape(2, kv_heads, -1, dim)
         kv = kv[:, :, : span.start + span.num_rows]
         rows = slice(span.first_row, span.first_row + span.num_rows)
-        expected = plain_attention(q[rows].float(), kv[0], kv[1], span.start)
+        expected = plain_attention(q[rows].float(), kv[0], kv[1], span.start, window)
         torch.testing.assert_close(
             out[rows].float().view(-1, heads, dim), expected, atol=atol, rtol=atol
         )
@@ -187,6 +252,38 @@ def test_unwritten_keys_do_not_reach_a_result() -> None:
     arena[3, :, :, :, 10:] = 1e4
     again = attention(q, arena, layer=0, calls=calls, out=torch.zeros(1, 32))
     assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_key_blocks_before_the_window_are_not_read(is_wide: bool) -> None:
+    """Single rows of two sequences, and a chunk whose second tile starts a block later."""
+    attention = make_attention(4, 1, 16, 16, torch.float32)
+    attention.is_wide = is_wide
+    attention.shapes = replace(attention.shapes, key_block=64, may_skip=True)
+    torch.manual_seed(1)
+    arena = torch.randn(41, 2, 2, 1, 16, 16)
+    arena[40] = 0
+    spans = [Span(0, 1, 200, [*range(13)]), Span(1, 1, 290, [*range(13, 32)])]
+    spans.append(Span(2, 150, 110, [*range(20, 37)]))
+    q = torch.randn(152, 4, 16)
+    plan = attention.plan(spans, 30)
+    assert [call.sequences for call in plan] == [2, 1]
+    assert [tile.first_key for tile in plan[1].tiles] == [0, 128]
+
+    def run() -> Tensor:
+        return attention(q, arena, layer=1, calls=plan, out=torch.zeros(152, 64))
+
+    expected = run()
+    arena[[*range(8), *range(13, 29)]] = float("nan")  # up to keys 128 and 256
+    assert torch.equal(run()[:2], expected[:2])
+
+
+def test_rows_within_their_window_share_the_calls_of_full_layers() -> None:
+    attention = make_attention(4, 1, 16, 16, torch.float32, windows=(None, 64))
+    short, long = Span(0, 1, 63, [*range(4)]), Span(1, 1, 64, [*range(5)])
+    same, other = attention.plans([short]), attention.plans([short, long])
+    assert same[64] is same[None]
+    assert other[64] is not other[None]
 
 
 def test_row_tiles_cover_batches_with_admitted_sizes_only() -> None:

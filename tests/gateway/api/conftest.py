@@ -244,6 +244,12 @@ def gateway(shared_gateway: RunningGateway) -> Iterator[RunningGateway]:
     shared_gateway.wait_idle()
 
 
+@pytest.fixture(scope="session")
+def start_once() -> Callable[..., Any]:
+    """`start`, for a gateway that a module shares."""
+    return start_gateway
+
+
 @pytest.fixture
 def start() -> Callable[..., Any]:
     """start(home, config, nodes=…): a gateway with settings of the test's own."""

@@ -54,7 +54,9 @@ START_ID = TOKENIZER.token_to_id("<|im_start|>")
 END_ID = TOKENIZER.token_to_id("<|im_end|>")
 
 
-def make_bundle(*, chat_template: str | None = TEMPLATE) -> Bundle:
+def make_bundle(
+    *, chat_template: str | None = TEMPLATE, parser_family: str | None = None
+) -> Bundle:
     return Bundle(
         tokenizer_json=_tokenizer_json(),
         chat_template=chat_template,
@@ -65,6 +67,7 @@ def make_bundle(*, chat_template: str | None = TEMPLATE) -> Bundle:
         context_tokens=CONTEXT_TOKENS,
         page_size=PAGE_SIZE,
         vocab_size=TOKENIZER.get_vocab_size(),
+        parser_family=parser_family,
     )
 
 
@@ -102,6 +105,12 @@ class ScriptedNode:
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     by_lane: dict[int, Served] = field(default_factory=dict)
     socket: ClientConnection | None = None
+
+    rules: list[tuple[str, dict[str, object]]] = field(default_factory=list)  # before messages
+
+    def _rule(self, text: str) -> dict[str, object]:
+        """The script of the first rule whose words are in the prompt."""
+        return next((script for words, script in self.rules if words in text), {})
 
     async def run(self, url: str, join_token: str) -> None:
         """Dial again whenever the link is cut; until cancelled."""
@@ -223,7 +232,7 @@ class ScriptedNode:
         self, socket: ClientConnection, index: int, served: Served, ids: array[int]
     ) -> None:
         lane = served.submit.lanes[index]
-        script = _script(served.text)
+        script = self._rule(served.text) or _script(served.text)
         await asyncio.sleep(float(script.get("first_s", 0)))
         engine, sampling = served.submit.engine, served.submit.sampling
         cached = self._cached(ids)

@@ -1,87 +1,120 @@
-"""What real harnesses sent, sent again: chat requests pass, and what is not yet there is named."""
+"""Recorded requests of real clients, replayed: each gets its calls, and turn 2 from the cache."""
 
 from __future__ import annotations
 
-import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
+from openai import Stream
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletionChunk
 
-FILES = [
-    "ai-sdk.json",
-    "openai-js.json",
-    "openai-py.json",
-    "opencode-cf.json",
-    "opencode.json",
-    "pi-affinity.json",
-    "pi.json",
-]
-HOP = {"host", "connection", "content-length", "authorization", "accept-encoding"}
+KEY = "test-key-0123456789abcdef"
+SMOLLM2 = Path(__file__).parents[3] / "policies" / "defaults" / "templates" / "smollm2.jinja"
+CHATS = ["opencode", "opencode-cf", "pi", "pi-affinity", "openai-py", "openai-js", "ai-sdk"]
+# What each of them sends of its own accord, or as its set-up says.
+SESSIONS = {"opencode", "opencode-cf", "pi-affinity", "openai-py", "openai-js", "ai-sdk"}
 
 
-def chats(shared: Path, file: str) -> list[dict[str, Any]]:
-    requests = json.loads((shared / "clients" / file).read_text())["requests"]
-    return [r for r in requests if r["path"] == "/v1/chat/completions"]
+@pytest.fixture(scope="module")
+def shared_gateway(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Any]:
+    """`tiny` with the default model's template."""
+    from scripted_node import make_bundle
+
+    models = {"tiny": make_bundle(chat_template=SMOLLM2.read_text(), parser_family="hermes")}
+    start = request.getfixturevalue("start_once")
+    with start(tmp_path_factory.mktemp("home"), models=models) as gateway:
+        yield gateway
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_chat_requests_of_recorded_clients_are_answered(gateway, shared, file) -> None:
-    found = chats(shared, file)
-    assert found
-    with gateway.client() as client:
-        for request in found:
-            body = copy.deepcopy(request["body"])
-            body["model"] = "tiny"
-            headers = {n: v for n, v in request["headers"] if n.lower() not in HOP}
-            if body.get("tools"):
-                refused = client.post(request["path"], json=body, headers=headers)
-                assert refused.status_code == 400
-                assert refused.json()["error"]["param"] == "tools"
-                body["tool_choice"] = "none"
-            reply = client.post(request["path"], json=body, headers=headers)
-            assert reply.status_code == 200, reply.text
-            assert reply.text.endswith("data: [DONE]\n\n")
-            assert '"prompt_tokens_details":{"cached_tokens":' in reply.text
+def recorded(shared: Path, client: str) -> list[dict[str, Any]]:
+    requests: list[dict[str, Any]] = json.loads(
+        (shared / "clients" / f"{client}.json").read_text()
+    )["requests"]
+    return [one for one in requests if one["method"] == "POST"]
 
 
-def test_turns_of_one_recorded_session_are_hits(gateway, shared) -> None:
-    affinities = []
-    with gateway.client() as client:
-        for request in chats(shared, "pi-affinity.json"):
-            body = {**request["body"], "model": "tiny", "tool_choice": "none"}
-            headers = {n: v for n, v in request["headers"] if n.lower() not in HOP}
-            headers["x-session-affinity"] += "-this-test"
-            reply = client.post(request["path"], json=body, headers=headers)
-            affinities.append(reply.headers["x-kagari-affinity"])
-    assert affinities == ["new", *["hit"] * (len(affinities) - 1)]
+def replayed(gateway: Any, one: dict[str, Any]) -> Any:
+    """The answer as the official SDK puts it together, and the head of the response."""
+    headers = {
+        name: value
+        for name, value in one["headers"]
+        if name.lower().startswith(("x-", "session", "user-agent"))
+    }
+    state = ChatCompletionStreamState()
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=KEY, max_retries=0) as client:
+        chunks = client.post(
+            "/chat/completions",
+            body={**one["body"], "model": "tiny", "stream": True},
+            options={"headers": headers},
+            cast_to=ChatCompletionChunk,
+            stream=True,
+            stream_cls=Stream[ChatCompletionChunk],
+        )
+        for chunk in chunks:
+            state.handle_chunk(chunk)
+    return state.get_final_completion(), chunks.response.headers
 
 
-def test_claude_asks_for_the_front_door_first(gateway, shared) -> None:
-    request = json.loads((shared / "clients" / "claude.json").read_text())["requests"][0]
-    with gateway.client() as client:
-        assert client.request(request["method"], request["path"]).status_code == 200
+@pytest.mark.parametrize("client", CHATS)
+def test_a_recorded_chat_gets_its_call_and_its_next_turn_comes_from_cache(
+    gateway, shared, client
+) -> None:
+    turns = [one for one in recorded(shared, client) if "tools" in one["body"]]
+    first, second = turns
+    call = second["body"]["messages"][-2]["tool_calls"][0]["function"]
+    body = {"name": call["name"], "arguments": json.loads(call["arguments"])}
+    said = f"<tool_call>\n{json.dumps(body, ensure_ascii=False)}\n</tool_call>"
+    gateway.node.rules[:] = [("<tool_response>", {"say": "Done."}), ("<tools>", {"say": said})]
+
+    answer, head = replayed(gateway, first)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    (found,) = answer.choices[0].message.tool_calls
+    assert found.function.name == call["name"]
+    assert json.loads(found.function.arguments) == json.loads(call["arguments"])
+    assert answer.usage.completion_tokens == len(said.encode())
+    # Not always new: set-ups of one client were recorded with the same made-up session.
+    assert (head["x-kagari-affinity"] in ("new", "hit")) == (client in SESSIONS)
+
+    prompt = gateway.node.served[-1].text
+    answer, head = replayed(gateway, second)
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].message.content == "Done."
+    assert answer.usage.prompt_tokens_details.cached_tokens > 0.9 * answer.usage.prompt_tokens - 600
+    assert head["x-kagari-affinity"] == ("hit" if client in SESSIONS else "none")
+    # All of turn 1 and what was said in it is the beginning of turn 2.
+    assert gateway.node.served[-1].text.startswith(f"{prompt}{said}<|im_end|>\n")
 
 
-def test_messages_with_null_and_parts_in_every_role(gateway) -> None:
-    messages = [
-        {"role": "developer", "content": "be brief"},
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [
-                {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{broken"}}
-            ],
-        },
-        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "result"}]},
-        {"role": "assistant", "content": ""},
-        {"role": "user", "content": "go on"},
-    ]
-    with gateway.client() as client:
-        reply = client.post("/v1/chat/completions", json={"model": "tiny", "messages": messages})
-    assert reply.status_code == 200, reply.text
-    text = gateway.node.served[0].text
-    assert "<|im_start|>system\nbe brief<|im_end|>" in text
-    assert "result" in text
+@pytest.mark.parametrize("client", CHATS)
+def test_every_recorded_chat_is_answered_whole_too(gateway, shared, client) -> None:
+    gateway.node.rules[:] = []
+    for one in recorded(shared, client):
+        with gateway.client() as plain:
+            reply = plain.post(
+                "/v1/chat/completions", json={**one["body"], "model": "tiny", "stream": False}
+            )
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["choices"][0]["message"]["content"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("client", "route"), [("codex", "/v1/responses"), ("claude", "/v1/messages")]
+)
+def test_routes_of_other_dialects_are_answered_with_a_clear_error(
+    gateway, shared, client, route
+) -> None:
+    for one in recorded(shared, client):
+        with gateway.client() as plain:
+            reply = plain.post(one["path"], json=one["body"])
+        assert one["path"].startswith(route)
+        assert reply.status_code == 404
+        error = reply.json()["error"]
+        assert error["code"] == "not_found"
+        assert error["remedy"] == "did you mean /v1/chat/completions?"

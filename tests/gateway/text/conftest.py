@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -95,6 +96,14 @@ def bundle_of(
 @pytest.fixture(scope="session")
 def tiny_bundle(tiny_json: bytes) -> Bundle:
     return bundle_of(tiny_json)
+
+
+@pytest.fixture(scope="session")
+def hermes_bundle(smollm2_bundle: Bundle) -> Bundle:
+    """The default model as its catalogue entry serves it: with our template."""
+    folder = Path(__file__).parents[3] / "policies" / "defaults" / "templates"
+    source = (folder / "smollm2.jinja").read_text()
+    return msgspec.structs.replace(smollm2_bundle, chat_template=source, parser_family="hermes")
 
 
 @pytest.fixture(scope="session")

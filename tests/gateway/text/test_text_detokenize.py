@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
-from gateway.text.detokenize import Detokenizer
+from gateway.text.detokenize import Detokenizer, LibraryStream, TextStream
 from policies.contract.bundle import Bundle
 
 TEXT = "Grüße! 日本語 👩‍👩‍👧 e\u0301 \x00 ok <|im_end|> <tool_call>{}</tool_call> \ufffd end"
@@ -31,8 +31,8 @@ def metaspace_detokenizer(metaspace: Tokenizer) -> Detokenizer:
     return Detokenizer(metaspace, [])
 
 
-def in_chunks(detokenizer: Detokenizer, chunks: list[list[int]]) -> str:
-    stream = detokenizer.stream()
+def in_chunks(source: Detokenizer | TextStream, chunks: list[list[int]]) -> str:
+    stream = source.stream() if isinstance(source, Detokenizer) else source
     return "".join(stream.push(chunk) for chunk in chunks) + stream.flush()
 
 
@@ -43,7 +43,7 @@ chunked_ids = st.lists(st.lists(st.integers(0, 700), max_size=5), max_size=12)
 def test_any_chunking_equals_the_library_on_the_whole(
     tiny: Tokenizer, tiny_detokenizer: Detokenizer, chunks: list[list[int]]
 ) -> None:
-    assert tiny_detokenizer.is_byte_level
+    assert tiny_detokenizer.has_tables
     whole = tiny.decode([token for chunk in chunks for token in chunk])
     assert in_chunks(tiny_detokenizer, chunks) == whole
 
@@ -58,25 +58,56 @@ def test_text_round_trips_through_ids(
 
 
 @given(text=st.text(max_size=60), cut=st.integers(1, 7))
-def test_other_decoders_stream_through_the_library(
-    metaspace: Tokenizer, metaspace_detokenizer: Detokenizer, text: str, cut: int
-) -> None:
-    assert not metaspace_detokenizer.is_byte_level
+def test_the_library_streams_any_chunking_alike(metaspace: Tokenizer, text: str, cut: int) -> None:
     ids = metaspace.encode(text, add_special_tokens=False).ids
     chunks = [ids[start : start + cut] for start in range(0, len(ids), cut)]
-    assert in_chunks(metaspace_detokenizer, chunks) == metaspace.decode(ids)
+    assert in_chunks(LibraryStream(metaspace, ()), chunks) == metaspace.decode(ids)
+
+
+def test_decoders_without_tables_stream_through_the_library(metaspace_json: bytes) -> None:
+    tokenizer = Tokenizer.from_buffer(metaspace_json)
+    tokenizer.decoder = decoders.WordPiece()
+    detokenizer = Detokenizer(tokenizer, [])
+    assert not detokenizer.has_tables
+    ids = tokenizer.encode("the dog the dog").ids
+    assert in_chunks(detokenizer, [ids[:2], ids[2:]]) == tokenizer.decode(ids)
+
+
+@given(text=st.text(max_size=60), cut=st.integers(1, 7))
+def test_characters_of_byte_tokens_come_whole_in_any_chunking(
+    metaspace: Tokenizer, metaspace_detokenizer: Detokenizer, text: str, cut: int
+) -> None:
+    assert metaspace_detokenizer.has_tables
+    ids = metaspace.encode("a" + text, add_special_tokens=False).ids
+    chunks = [ids[start : start + cut] for start in range(0, len(ids), cut)]
+    # the library takes away a space that begins the text: an answer's first space is its own
+    assert in_chunks(metaspace_detokenizer, chunks) == " " + metaspace.decode(ids)
+
+
+def test_a_character_of_byte_tokens_is_held_until_its_last_byte(
+    metaspace: Tokenizer, metaspace_detokenizer: Detokenizer
+) -> None:
+    stream = metaspace_detokenizer.stream()
+    crab = [metaspace.token_to_id(f"<0x{byte:02X}>") for byte in "🦀".encode()]
+    assert [stream.push([token]) for token in crab] == ["", "", "", "🦀"]
+    assert stream.push(crab[:3]) == ""
+    assert stream.flush() == "\ufffd"
+    assert stream.push([*crab[:2], *crab]) + stream.flush() == "\ufffd🦀"
 
 
 @given(chunks=chunked_ids)
 def test_random_ids_stream_alike_in_any_chunking(
-    metaspace_detokenizer: Detokenizer, chunks: list[list[int]]
+    metaspace: Tokenizer, metaspace_detokenizer: Detokenizer, chunks: list[list[int]]
 ) -> None:
     ids = [token for chunk in chunks for token in chunk]
     assert in_chunks(metaspace_detokenizer, chunks) == in_chunks(metaspace_detokenizer, [ids])
+    of_library = in_chunks(LibraryStream(metaspace, ()), [ids])
+    assert in_chunks(LibraryStream(metaspace, ()), chunks) == of_library
 
 
-def test_invalid_bytes_do_not_end_the_stream(metaspace: Tokenizer) -> None:
-    stream = Detokenizer(metaspace, []).stream()
+@pytest.mark.parametrize("by_library", [False, True])
+def test_invalid_bytes_do_not_end_the_stream(metaspace: Tokenizer, by_library: bool) -> None:
+    stream = LibraryStream(metaspace, ()) if by_library else Detokenizer(metaspace, []).stream()
     nul, torn = metaspace.token_to_id("<0x00>"), metaspace.token_to_id("<0x80>")
     words = metaspace.encode(" the dog the dog").ids
     text = "".join(stream.push([token]) for token in [nul, torn, *words]) + stream.flush()
@@ -86,7 +117,7 @@ def test_invalid_bytes_do_not_end_the_stream(metaspace: Tokenizer) -> None:
 
 
 def test_the_library_flushes_unfinished_bytes(metaspace: Tokenizer) -> None:
-    stream = Detokenizer(metaspace, []).stream()
+    stream = LibraryStream(metaspace, ())
     crab = metaspace.encode("🦀").ids
     assert stream.push(metaspace.encode("ab🦀").ids) == "ab🦀"
     assert stream.push(crab[-4:-1]) == ""
@@ -128,8 +159,8 @@ def test_a_stop_id_is_silent_even_if_it_is_not_special(tiny: Tokenizer) -> None:
 
 def test_special_and_stop_ids_are_silent_through_the_library_too(metaspace: Tokenizer) -> None:
     dog = metaspace.encode("the dog").ids
-    stream = Detokenizer(metaspace, [dog[0]]).stream()
     special = metaspace.token_to_id("<|im_end|>")
+    stream = LibraryStream(metaspace, {dog[0], special})
     whole = metaspace.decode(dog[1:])
     assert stream.push([special, dog[0], special, *dog[1:]]) + stream.flush() == whole
 
@@ -146,7 +177,7 @@ def test_every_token_of_the_default_model_decodes_as_the_library_does(
 ) -> None:
     tokenizer = Tokenizer.from_buffer(smollm2_bundle.tokenizer_json)
     detokenizer = Detokenizer(tokenizer, smollm2_bundle.stop_token_ids)
-    assert detokenizer.is_byte_level
+    assert detokenizer.has_tables
     ids = list(range(49_152))[::-1]
     assert in_chunks(detokenizer, [[token] for token in ids]) == tokenizer.decode(ids)
     ids = tokenizer.encode(TEXT).ids

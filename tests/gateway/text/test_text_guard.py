@@ -33,6 +33,29 @@ def test_pieces_that_a_template_joins_make_no_control_text(texts: list[str]) -> 
     assert not control.search("".join(guard.text(text, "prompt") for text in texts))
 
 
+@given(
+    text=st.sampled_from(CONTROL),
+    cuts=st.tuples(st.integers(0, 12), st.integers(0, 12)).map(sorted),
+    spaces=st.tuples(*[st.sampled_from(["", " ", "\n"])] * 2),
+    rest=untrusted,
+)
+def test_a_template_that_writes_part_of_a_control_text_makes_none(
+    text: str, cuts: list[int], spaces: tuple[str, str], rest: str
+) -> None:
+    """As `'<|' + name + '|>'` does, or `'<' + content | trim`."""
+    before, inside, after = text[: cuts[0]], text[cuts[0] : cuts[1]], text[cuts[1] :]
+
+    def rendered(untrusted: str) -> str:
+        return guard.text(untrusted, "prompt").strip()
+
+    if inside:
+        assert text not in before + rendered(spaces[0] + inside + spaces[1]) + after
+    if inside + after and before:
+        assert text not in before + rendered(spaces[0] + inside + after + rest)
+    if before and inside + after:
+        assert text not in rendered(rest + before + spaces[1]) + inside + after
+
+
 @given(text=untrusted)
 def test_marks_leave_stripping_alone(text: str) -> None:
     marked = guard.text(text, "prompt")

@@ -1,0 +1,197 @@
+"""What all families share: decoder layers over paged keys and values, between embedding and head.
+
+A family says in load_layer what its layers are made of; the parts themselves are in layers/.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.execute.batch import Batch
+from engine.execute.kernels.registry import Kernels
+from engine.execute.layers.attention import Attention
+from engine.execute.layers.linear import Linear
+from engine.execute.layers.norm import RmsNorm
+from engine.execute.layers.rotary import Rotary, rotate
+from engine.execute.layers.row_tiles import RowTiles, admit
+from engine.execute.weights.facts import Checkpoint
+
+HEAD_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # logits are wide: few rows at a time
+MOST_LOGITS = 8 << 20  # of one product: a wide vocabulary takes fewer rows yet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    attention_norm: RmsNorm
+    qkv: Linear  # q, k and v in one product
+    head_norm: RmsNorm | None = None  # of each head's query and key
+    out: Linear
+    out_norm: RmsNorm | None = None
+    ffn_norm: RmsNorm
+    gate_up: Linear
+    gate: Callable[[Tensor], Tensor]
+    down: Linear
+    down_norm: RmsNorm | None = None
+
+    def after_attention(self, attended: Tensor) -> Tensor:
+        """[rows, heads × dim] → what to add to the residual."""
+        added = self.out(attended)
+        return added if self.out_norm is None else self.out_norm(added.float())
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """fp32 residual [rows, hidden] → what to add to it."""
+        added = self.down(self.gate(self.gate_up(self.ffn_norm(x))))
+        return added if self.down_norm is None else self.down_norm(added.float())
+
+
+class Decoder(ABC):
+    """Residual in fp32, products in `dtype`, logits in fp32. rotary: by the layers' window."""
+
+    norm_shift = 0.0  # what a norm adds to its weight
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        attention: Attention,
+        rotary: Mapping[int | None, Rotary],
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Callable[[float], None],
+    ) -> None:
+        config = self.config = checkpoint.config
+        self._checkpoint = checkpoint
+        self._attention, self._rotary, self._kernels = attention, rotary, kernels
+        self._dtype, self._device = dtype, device
+        self.layers: list[Layer] = []
+        for layer in range(config.num_layers):
+            self.layers.append(self.load_layer(f"model.layers.{layer}"))
+            progress((layer + 1) / (config.num_layers + 1))
+        embedding = checkpoint.read("model.embed_tokens.weight")
+        head = embedding if config.tied_head else checkpoint.read("lm_head.weight")
+        # bf16 logits tie, so the head stays fp32.
+        self._head = Linear(head.to(device))
+        # Scale and product are rounded to the weights' dtype, as in training.
+        scale = torch.tensor(self.embedding_scale(), dtype=dtype, device=device)
+        self._embedding = embedding.to(device, dtype) * scale
+        self._norm = self.load_norm("model.norm", dtype=torch.float32)
+        self.tiles, self.head_tiles = self._admit_tiles()
+        progress(1.0)
+
+    def embedding_scale(self) -> float:
+        """Factor on the embedded tokens."""
+        return 1.0
+
+    @abstractmethod
+    def load_layer(self, at: str) -> Layer:
+        """The layer whose tensors' names begin with at."""
+
+    def load_linear(self, at: str, *names: str) -> Linear:
+        """One product for all these projections, with their biases where they have any."""
+        # One tensor is fp32 at a time; only the packed form of the product stays.
+        weights = [self._read(f"{at}.{name}.weight").to(self._dtype) for name in names]
+        bias = None
+        if names[0] in self.config.biases:  # its neighbours have one too, see families.py
+            bias = torch.cat([self._read(f"{at}.{name}.bias") for name in names]).to(self._dtype)
+        return Linear(torch.cat(weights) if len(weights) > 1 else weights[0], bias)
+
+    def load_norm(self, name: str, *, dtype: torch.dtype | None = None) -> RmsNorm:
+        weight = self._read(f"{name}.weight") + self.norm_shift
+        return RmsNorm(weight, self.config.norm_eps, dtype=dtype or self._dtype)
+
+    def load_head_norm(self, at: str) -> RmsNorm:
+        """Of queries and keys together; what follows it, rotation, is computed in fp32."""
+        counts = {"q_norm": self.config.num_heads, "k_norm": self.config.num_kv_heads}
+        weights = [
+            self._read(f"{at}.self_attn.{name}.weight").expand(count, -1)
+            for name, count in counts.items()
+        ]
+        weight = torch.cat(weights) + self.norm_shift
+        return RmsNorm(weight, self.config.norm_eps, dtype=torch.float32)
+
+    def _read(self, name: str) -> Tensor:
+        return self._checkpoint.read(name).to(self._device)
+
+    def _admit_tiles(self) -> tuple[RowTiles, RowTiles]:
+        """All layers have the same shapes, so the first stands for them."""
+        layer, config = self.layers[0], self.config
+        generator = torch.Generator().manual_seed(0)
+
+        def rows(count: int, width: int, dtype: torch.dtype) -> Tensor:
+            return torch.randn(count, width, generator=generator).to(self._device, dtype)
+
+        residual = rows(512, config.hidden_size, torch.float32)
+        attended = rows(512, layer.out.in_features, self._dtype)
+        body = admit(
+            [
+                (lambda x: torch.cat(self._project(layer, x), 1), residual),
+                (layer.after_attention, attended),
+                (layer.feed_forward, residual),
+            ]
+        )
+        sizes = [size for size in HEAD_SIZES if size * config.vocab_size <= MOST_LOGITS] or [1]
+        head = admit([(lambda x: self._head(self._norm(x)), residual[: sizes[-1]])], sizes=sizes)
+        return body, head
+
+    def _project(self, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
+        """fp32 residual [rows, hidden] → queries and keys [rows, heads + kv heads, dim], values
+        [rows, kv heads, dim]."""
+        config = self.config
+        count = config.num_heads + config.num_kv_heads
+        turned = count * config.head_dim
+        qkv = layer.qkv(layer.attention_norm(x))
+        qk = qkv[:, :turned].view(-1, count, config.head_dim)
+        if layer.head_norm is not None:
+            qk = layer.head_norm(qk.float())
+        return qk, qkv[:, turned:].view(-1, config.num_kv_heads, config.head_dim)
+
+    def forward(self, batch: Batch, arena: Tensor) -> Tensor:
+        """The residual after the last layer, fp32 [padded, hidden]; keys and values are written."""
+        x = self._embedding.index_select(0, batch.token_ids).float()
+        pieces = x.split(batch.pieces)
+        turns = {}
+        for window, rotary in self._rotary.items():
+            cos, sin = rotary.at(batch.positions)
+            turns[window] = list(zip(cos.split(batch.pieces), sin.split(batch.pieces), strict=True))
+        config = self.config
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        padded = x.shape[0]
+        queries = x.new_empty(padded, heads, dim, dtype=self._dtype)
+        kv = x.new_empty(padded, 2, kv_heads, dim, dtype=arena.dtype)
+        # Padding rows are not attended: they stay zero, hence finite.
+        attended = x.new_zeros(padded, heads * dim, dtype=self._dtype)
+        query_pieces, kv_pieces = queries.split(batch.pieces), kv.split(batch.pieces)
+        attended_pieces = attended.split(batch.pieces)
+        written = kv[: batch.num_tokens]
+        layer_rows = 2 * kv_heads * arena.shape[-2]
+        for index, (layer, window) in enumerate(zip(self.layers, config.windows, strict=True)):
+            for piece, (cos, sin), q, new in zip(
+                pieces, turns[window], query_pieces, kv_pieces, strict=True
+            ):
+                qk, values = self._project(layer, piece)
+                qk = rotate(qk, cos, sin)
+                torch.mul(qk[:, :heads], config.query_scale, out=q)
+                new[:, 0].copy_(qk[:, heads:])
+                new[:, 1].copy_(values)
+            self._kernels.write_pages(written, arena, batch.places, offset=index * layer_rows)
+            self._attention(queries, arena, layer=index, calls=batch.calls[window], out=attended)
+            for piece, seen in zip(pieces, attended_pieces, strict=True):
+                piece.add_(layer.after_attention(seen))
+                piece.add_(layer.feed_forward(piece))
+        return x
+
+    def logits(self, x: Tensor, rows: Tensor) -> Tensor:
+        """fp32 [rows, vocab] of the residual's rows, int64 [rows]."""
+        count = len(rows)
+        pieces = self.head_tiles.cover(count)
+        spare = sum(pieces) - count
+        if spare:
+            rows = torch.cat((rows, rows.new_zeros(spare)))
+        found = [self._head(self._norm(piece)) for piece in x.index_select(0, rows).split(pieces)]
+        return (found[0] if len(found) == 1 else torch.cat(found))[:count]
