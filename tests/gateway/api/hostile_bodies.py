@@ -276,10 +276,10 @@ def put(value: Any, place: Place, leaf: Any) -> Any:
 def oddly(draw: Any, base: st.SearchStrategy[dict[str, Any]], places: Sequence[Place]) -> Any:
     """One of base with up to three odd fields, and now and then a key that comes twice."""
     body = draw(base)
-    for place in draw(st.lists(st.sampled_from(places), max_size=3)):
-        body = put(body, place, draw(ODD))
+    for _ in range(draw(st.sampled_from([0, 1, 1, 2, 3]))):
+        body = put(body, draw(st.sampled_from(places)), draw(ODD))
     pairs = tuple(body.items())
-    if draw(st.integers(0, 9)) == 0:
+    if draw(st.integers(0, 9)) == 7:
         pairs += ((draw(st.sampled_from(list(body))), draw(ODD)),)
     return Fields(pairs)
 
@@ -310,9 +310,10 @@ TOOLS = st.fixed_dictionaries(
 )
 CHAT = oddly(
     st.builds(
-        lambda messages, fields, tools: (
-            {"model": "tiny", "messages": messages} | fields | (tools or {})
+        lambda model, messages, fields, tools: (
+            {"model": model, "messages": messages} | fields | (tools or {})
         ),
+        st.sampled_from(["tiny", "caller"]),
         MESSAGES,
         SENSIBLE,
         st.none() | st.none() | TOOLS,
@@ -331,7 +332,8 @@ COMPLETION = oddly(
 )
 TOKENIZE = oddly(
     st.builds(
-        lambda one, shown: {"model": "tiny", "return_token_strs": shown} | one,
+        lambda model, one, shown: {"model": model, "return_token_strs": shown} | one,
+        st.sampled_from(["tiny", "caller"]),
         TEXTS.map(lambda text: {"prompt": text})
         | MESSAGES.map(lambda messages: {"messages": messages}),
         st.booleans(),

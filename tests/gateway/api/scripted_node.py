@@ -4,7 +4,7 @@ The message (or a whole prompt) may be JSON: {"say": text or a list of one a lan
 a lane's tokens each, instead, "times": n, "delay_s": before each step, "first_s": before the first,
 "step": tokens a frame or a list of such numbers, which take turns, "fail_after":
 tokens, "fail": code, "fail_lane": only this one, "wait_lane": ends only when told to, "cut_after":
-tokens, "cut_attempts": attempts that are cut, of any number}.
+tokens, "cut_attempts": attempts that are cut, of any number, "forget": its pages do not stay}.
 Anything else is answered with "ok". A token is a byte, so counts are easy to foretell.
 Log probabilities are made up by `logprob_of`.
 """
@@ -271,7 +271,8 @@ class ScriptedNode:
             await asyncio.sleep(float(script.get("delay_s", 0)))
         if script.get("wait_lane") == index:
             await asyncio.sleep(30)
-        self._remember(ids)
+        if not script.get("forget"):
+            self._remember(ids)
         reason = "length" if len(tokens) == sampling.max_tokens else "stop"
         usage = wire.Usage(len(ids), cached, len(tokens))
         self.tasks.pop(lane, None)

@@ -6,29 +6,22 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
+import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.errors import KINDS
-from gateway.ledger.files import LEDGER_NAME
-from gateway.ledger.verify import verify
 from tests.gateway.api import hostile_bodies as bodies
-from tests.gateway.api.conftest import KEY, FuzzCount
+from tests.gateway.api.conftest import KEY, FuzzCount, run_cases
 from tests.gateway.api.wire_client import Answer, Cuts, WireClient, cut, strict_json
 
 # The gateway's own thread draws from the global `random` (WebSocket pings), which hypothesis takes
 # for a strategy that does.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
-QUIET = [
-    HealthCheck.function_scoped_fixture,
-    HealthCheck.too_slow,
-    HealthCheck.data_too_large,
-    HealthCheck.large_base_example,
-]
 
 CUTS = st.builds(Cuts, st.none() | bodies.SIZES, st.just(()) | bodies.SIZES)
 ROUTES = {
@@ -125,21 +118,24 @@ class Askers:
     gateway: Any
     client: WireClient
     operator: WireClient
+    http2: httpx.Client
+
+
+@pytest.fixture(scope="module")
+def shared_gateway(shared_caller_gateway: Any) -> Any:
+    return shared_caller_gateway
 
 
 @pytest.fixture
 def askers(gateway: Any) -> Iterator[Askers]:
-    """At the end nothing failed in silence, all was given back and the books balance."""
     admin_port = int(gateway.addresses.admin_url.rsplit(":", 1)[1])
     with (
         closing(WireClient(gateway.port, KEY)) as client,
         closing(WireClient(admin_port, gateway.services.home.admin_token)) as operator,
+        gateway.client(http2=True) as http2,
     ):
-        yield Askers(gateway, client, operator)
-    gateway.wait_idle()
-    assert [line for line in gateway.log_lines() if line["event"] == "handler_failed"] == []
-    checked = verify(gateway.services.home.folder / LEDGER_NAME)
-    assert (checked.problems, checked.open_rows) == ((), 0)
+        yield Askers(gateway, client, operator, http2)
+    gateway.wait_settled()
 
 
 def is_told(answer: Answer, *, has_body: bool = True) -> None:
@@ -164,6 +160,16 @@ def ask_client(askers: Askers, request: tuple[Any, ...]) -> None:
     path, data, headers, cuts = request
     askers.gateway.node.served.clear()  # all prompts of thousands of cases are too much to keep
     is_told(askers.client.ask(path, data, headers=headers, cuts=cuts))
+
+
+def ask_over_http2(askers: Askers, request: tuple[Any, ...]) -> None:
+    path, data, headers, cuts = request
+    askers.gateway.node.served.clear()
+    content = data if cuts.chunks is None else cut(data, cuts.chunks)
+    headers = {name: value for name, value in headers.items() if name != "te"}  # not sent so
+    reply = askers.http2.post(path, content=content, headers=headers)
+    assert reply.http_version == "HTTP/2"
+    is_told(Answer(reply.status_code, dict(reply.headers), reply.content))
 
 
 def ask_operator(askers: Askers, request: tuple[Any, ...]) -> None:
@@ -215,10 +221,11 @@ class Fuzz:
 
 
 FUZZ = {
-    "chat": Fuzz(requests_of("chat"), ask_client, 80, 12_000),
-    "completions": Fuzz(requests_of("completions"), ask_client, 80, 8_000),
-    "tokenize": Fuzz(requests_of("tokenize"), ask_client, 60, 4_000),
+    "chat": Fuzz(requests_of("chat"), ask_client, 80, 10_000),
+    "completions": Fuzz(requests_of("completions"), ask_client, 60, 7_000),
+    "tokenize": Fuzz(requests_of("tokenize"), ask_client, 50, 3_000),
     "detokenize": Fuzz(requests_of("detokenize"), ask_client, 40, 1_000),
+    "HTTP/2": Fuzz(requests_of("chat") | requests_of("completions"), ask_over_http2, 60, 4_000),
     "anything": Fuzz(ANYTHING, ask_client, 60, 4_000),
     "operator": Fuzz(ADMIN_CALLS, ask_operator, 50, 3_000),
     "queries": Fuzz(QUERIES, ask_query, 60, 4_000),
@@ -226,24 +233,13 @@ FUZZ = {
 }
 
 
-def run(fuzz: Fuzz, askers: Askers, *, cases: int) -> int:
-    """How many cases were run."""
-    count = 0
-
-    @settings(max_examples=cases, deadline=None, suppress_health_check=QUIET, database=None)
-    @given(request=fuzz.requests)
-    def check(request: tuple[Any, ...]) -> None:
-        nonlocal count
-        count += 1
-        fuzz.ask(askers, request)
-
-    check()
-    return count
+def run(fuzz: Fuzz, askers: Askers, *, count: int) -> int:
+    return run_cases(fuzz.requests, partial(fuzz.ask, askers), count=count)
 
 
 @pytest.mark.parametrize("name", FUZZ)
 def test_what_is_odd_is_answered(askers: Askers, name: str) -> None:
-    run(FUZZ[name], askers, cases=FUZZ[name].few)
+    run(FUZZ[name], askers, count=FUZZ[name].few)
 
 
 @pytest.mark.slow
@@ -251,6 +247,6 @@ def test_what_is_odd_is_answered(askers: Askers, name: str) -> None:
 def test_what_is_odd_is_answered_at_length(
     askers: Askers, name: str, fuzz_count: FuzzCount
 ) -> None:
-    cases = run(FUZZ[name], askers, cases=FUZZ[name].many)
-    assert cases >= FUZZ[name].many
-    fuzz_count.add(f"odd: {name}", cases)
+    checked = run(FUZZ[name], askers, count=FUZZ[name].many)
+    assert checked >= FUZZ[name].many
+    fuzz_count.add(f"odd requests: {name}", checked)

@@ -6,12 +6,13 @@ import json
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import cycle, islice
 from typing import Any
 
 import h11
 
-DEADLINE_S = 15.0  # of one answer; who waits longer has found a hang
+MAX_PIECES = 1000
+DEADLINE_S = 30.0  # of one answer; who waits longer has found a hang
 
 
 @dataclass(frozen=True)
@@ -143,10 +144,11 @@ class WireClient:
 
 
 def cut(data: bytes, sizes: Sequence[int]) -> Iterator[bytes]:
-    """data in pieces of these sizes, in turn."""
+    """data in pieces of these sizes, in turn; what is left after MAX_PIECES is one more."""
     place = 0
-    for size in cycle(sizes or (len(data) or 1,)):
-        if place >= len(data):
-            return
-        yield data[place : place + size]
+    for size in islice(cycle(sizes or (len(data) or 1,)), MAX_PIECES):
+        if place < len(data):
+            yield data[place : place + size]
         place += size
+    if place < len(data):
+        yield data[place:]
