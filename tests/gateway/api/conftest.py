@@ -249,13 +249,21 @@ class FuzzCount:
         return [f"{total} fuzz cases in {seconds:.0f} s:", *told] if told else []
 
 
+FUZZ_COUNT = pytest.StashKey[FuzzCount]()
+
+
 @pytest.fixture(scope="session")
-def fuzz_count(request: pytest.FixtureRequest) -> Iterator[FuzzCount]:
-    count = FuzzCount()
-    yield count
-    terminal = request.config.pluginmanager.getplugin("terminalreporter")
-    for line in ["", *count.lines()]:
-        terminal.write_line(line)
+def fuzz_count(request: pytest.FixtureRequest) -> FuzzCount:
+    return request.config.stash.setdefault(FUZZ_COUNT, FuzzCount())
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """The total of all files, where nothing captures it."""
+    if FUZZ_COUNT in config.stash:
+        for line in config.stash[FUZZ_COUNT].lines():
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="module")
