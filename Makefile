@@ -58,13 +58,16 @@ export PEERS TORCH_INDEX
 peers: $(STAMP)
 	@$(BIN)/python -m benchmarks.peers $(PEER)
 
-# Agent harnesses that tests run against a whole Kagari, each in a folder of its own, made once.
+# Programs of others that tests run against a whole Kagari, each in a folder of its own, made once.
 OPENCODE := opencode-ai@1.18.33
 PI := @mariozechner/pi-coding-agent@0.73.1
+LM_EVAL := lm-eval[api]==0.4.13
 
-clients: $(CLIENTS)/opencode/.installed-1.18.33 $(CLIENTS)/pi/.installed-0.73.1
+clients: $(CLIENTS)/opencode/.installed-1.18.33 $(CLIENTS)/pi/.installed-0.73.1 \
+  $(CLIENTS)/lm-eval/.installed-0.4.13
 	@echo "$(OPENCODE) ($(CLIENTS)/opencode)"
 	@echo "$(PI) ($(CLIENTS)/pi)"
+	@echo "$(LM_EVAL) ($(CLIENTS)/lm-eval)"
 
 $(CLIENTS)/opencode/.installed-1.18.33: PACKAGE := $(OPENCODE)
 $(CLIENTS)/pi/.installed-0.73.1: PACKAGE := $(PI)
@@ -75,6 +78,20 @@ $(CLIENTS)/opencode/.installed-1.18.33 $(CLIENTS)/pi/.installed-0.73.1:
 	  echo "  found:   $(PACKAGE) cannot be installed (above)" >&2; \
 	  echo "  allowed: npm with Node 20.6 or later, and the package in its registry" >&2; \
 	  echo "  remedy:  install Node, give npm a registry that has it, then make clients again" >&2; \
+	  exit 1; }
+	@touch $@
+
+# torch and transformers are those of the development environment, so that only lm-eval differs.
+$(CLIENTS)/lm-eval/.installed-0.4.13:
+	@mkdir -p "$(CLIENTS)"
+	@sh .ci/make-venv "$(PYTHON)" "$(@D)"
+	@pip="$(@D)/bin/pip --disable-pip-version-check --no-input"; \
+	$$pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch && \
+	$$pip install --quiet -c constraints.txt "$(LM_EVAL)" transformers accelerate || { \
+	  echo "error: clients" >&2; \
+	  echo "  found:   $(LM_EVAL) cannot be installed (above)" >&2; \
+	  echo "  allowed: lm-eval, torch and transformers from a package index" >&2; \
+	  echo "  remedy:  give pip an index that has them (PIP_INDEX_URL), then make clients again" >&2; \
 	  exit 1; }
 	@touch $@
 

@@ -24,7 +24,7 @@ from policies.contract.bundle import decode_bundle
 from tests.cluster.conftest import MODEL
 
 TASKS = Path(__file__).parent / "lm_eval_task"
-CLIENT = Path("~/.cache/kagari/clients/lm-eval/bin/lm_eval").expanduser()
+CLIENTS = Path("~/.cache/kagari/clients").expanduser()
 ATOL = 2e-3  # of a sum of log probabilities, in fp32; the tasks' endings have few tokens
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ Samples = dict[str, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def lm_eval() -> Path:
-    client = Path(os.environ.get("KAGARI_LM_EVAL", str(CLIENT)))
+    client = Path(os.environ.get("KAGARI_CLIENTS", CLIENTS)) / "lm-eval" / "bin" / "lm_eval"
     if not client.is_file():
         pytest.fail(f"{client} is absent: run `make clients`", pytrace=False)
     return client
