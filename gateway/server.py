@@ -3,7 +3,8 @@
 What Hypercorn 0.18 does by itself and what is added here:
 - it listens on sockets that we open, so that port 0 has a number before it serves, the kernel keeps
   a bounded number of bytes for a slow reader, and a reader that never reads is cut in the end;
-- HTTP/1.1 headers over 16 KiB and what is no HTTP get a bare status: `_Http1` says why in our form;
+- HTTP/1.1 headers over 16 KiB and what is no HTTP get a bare status, an unknown transfer encoding
+  even a 501: `_Http1` says why in our form;
   HTTP/2 header lists over 64 KiB end the connection;
 - over HTTP/2 one odd request ends the whole connection and every other stream on it: `_Http2`
   refuses late pieces of a body, paths that are not ASCII and CONNECT alone;
@@ -231,6 +232,14 @@ def _refusal(status_code: int) -> GatewayError | None:
             found="bytes that are no HTTP request",
             allowed="well-formed HTTP/2 or HTTP/1.1",
             remedy="send it with an HTTP library",
+        )
+    if status_code == 501:  # h11's word for it; a request that cannot be read is no fault of ours
+        return GatewayError(
+            "unsupported_encoding",
+            field="transfer-encoding",
+            found="another coding than chunked",
+            allowed="chunked, or a body of known length",
+            remedy="send the body unencoded",
         )
     return None
 

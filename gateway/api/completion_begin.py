@@ -81,9 +81,9 @@ async def begin(
     """
     key = exchange.key
     assert key is not None, "the route's role is client"
-    limits = [
-        _max_tokens(services, exchange, served, prompt, sampling.max_tokens) for prompt in prompts
-    ]
+    limits = [_max_tokens(services, served, prompt, sampling.max_tokens) for prompt in prompts]
+    if sampling.max_tokens is not None and sampling.max_tokens > min(limits):
+        exchange.common_headers.append(_clipped(sampling.max_tokens, limits))
     for prompt, max_tokens in zip(prompts, limits, strict=True):
         shed = services.admission.reserve(
             ticket, prompt_tokens=len(prompt.ids), max_tokens=max_tokens, choices=sampling.n
@@ -204,14 +204,8 @@ async def tokenised(
         ) from None
 
 
-def _max_tokens(
-    services: Services,
-    exchange: Exchange,
-    served: ServedModel,
-    prompt: Prompt,
-    asked: int | None,
-) -> int:
-    """The room that is left, or less; a clipped limit is told in x-kagari-changed."""
+def _max_tokens(services: Services, served: ServedModel, prompt: Prompt, asked: int | None) -> int:
+    """The room that is left, or less."""
     room = window_of(served.info) - len(prompt.ids)
     if room < 1:
         raise _too_long(served, prompt.field, f"{len(prompt.ids)} tokens")
@@ -219,11 +213,13 @@ def _max_tokens(
     allowed = room if bound is None else min(room, bound)
     if asked is None:
         return allowed
-    if asked > allowed:
-        told = ("x-kagari-changed", f"max_tokens {asked} -> {allowed}")
-        if told not in exchange.common_headers:  # another prompt of the request
-            exchange.common_headers.append(told)
     return max(1, min(asked, allowed))  # of 0 tokens the engine computes one that nobody sees
+
+
+def _clipped(asked: int, limits: Sequence[int]) -> tuple[str, str]:
+    """One short header, of however many prompts and digits: clients and proxies bound theirs."""
+    shown = str(asked) if asked < 1 << 63 else f"(a number of {len(str(asked))} digits)"
+    return ("x-kagari-changed", f"max_tokens {shown} -> {min(limits)}")
 
 
 def _too_long(served: ServedModel, field: str, found: str) -> GatewayError:

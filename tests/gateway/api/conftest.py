@@ -21,14 +21,19 @@ import httpx
 import msgspec
 import pytest
 import uvloop
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from gateway.app import Addresses, build, running
 from gateway.config import GatewayConfig, LimitsConfig, ServerConfig, StreamConfig
+from gateway.ledger.files import LEDGER_NAME
+from gateway.ledger.verify import verify
 from gateway.services import Services
 from gateway.telemetry import make_log
 from policies.contract.wire import WIRE_VERSION
 
 KEY = "test-key-0123456789abcdef"
+ROOT = Path(__file__).parents[3]
 OTHER_KEY = "other-key-0123456789abcd"
 
 
@@ -114,6 +119,13 @@ class RunningGateway:
                 return
             assert time.monotonic() < deadline, {name: n for name, n in left.items() if n}
             time.sleep(0.02)
+
+    def wait_settled(self) -> None:
+        """Nothing failed in silence, all was given back, every row settled, the books balance."""
+        self.wait_idle()
+        assert [line for line in self.log_lines() if line["event"] == "handler_failed"] == []
+        checked = verify(self.services.home.folder / LEDGER_NAME)
+        assert (checked.problems, checked.open_rows) == ((), 0)
 
     def _left(self) -> dict[str, object]:
         services = self.services
@@ -209,9 +221,75 @@ def start_gateway(
         raise failed[0]
 
 
+def run_cases(cases: st.SearchStrategy[Any], check: Callable[[Any], None], *, count: int) -> int:
+    """check each of so many; how many there were."""
+    checked = 0
+
+    @settings(
+        max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None
+    )
+    @given(case=cases)
+    def checking(case: Any) -> None:
+        nonlocal checked
+        checked += 1
+        check(case)
+
+    checking()
+    return checked
+
+
+@dataclass
+class FuzzCount:
+    """Cases that the full counts ran, told at the end of the session."""
+
+    started: float = field(default_factory=time.monotonic)
+    cases_by_name: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, cases: int) -> None:
+        self.cases_by_name[name] = cases
+
+    def lines(self) -> list[str]:
+        seconds = time.monotonic() - self.started
+        total = sum(self.cases_by_name.values())
+        told = [f"  {cases:6} {name}" for name, cases in self.cases_by_name.items()]
+        return [f"{total} fuzz cases in {seconds:.0f} s:", *told] if told else []
+
+
+FUZZ_COUNT = pytest.StashKey[FuzzCount]()
+
+
+@pytest.fixture(scope="session")
+def fuzz_count(request: pytest.FixtureRequest) -> FuzzCount:
+    return request.config.stash.setdefault(FUZZ_COUNT, FuzzCount())
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """The total of all files, where nothing captures it."""
+    if FUZZ_COUNT in config.stash:
+        for line in config.stash[FUZZ_COUNT].lines():
+            terminalreporter.write_line(line)
+
+
 @pytest.fixture(scope="module")
 def shared_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     with start_gateway(tmp_path_factory.mktemp("home")) as running_gateway:
+        yield running_gateway
+
+
+@pytest.fixture(scope="module")
+def shared_caller_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    """`tiny` as everywhere, and `caller`, which knows tools as the default model does."""
+    template = ROOT / "policies" / "defaults" / "templates" / "smollm2.jinja"
+    make_bundle = scripted_node.make_bundle
+    models = {
+        "tiny": make_bundle(),
+        "caller": make_bundle(chat_template=template.read_text(), parser_family="hermes"),
+    }
+    patient = LimitsConfig(body_grace_s=30.0, request_deadline_s=60.0)  # on a machine that is busy
+    config = msgspec.structs.replace(QUICK, limits=patient)
+    with start_gateway(tmp_path_factory.mktemp("home"), config, models=models) as running_gateway:
         yield running_gateway
 
 

@@ -1,9 +1,10 @@
 """A node that does what the last user message tells it, over the real link, with a tiny tokenizer.
 
-The message (or a whole prompt) may be JSON: {"say": text or a list of one a lane, "times": n,
-"delay_s": before each step, "first_s": before the first, "step": tokens a frame, "fail_after":
+The message (or a whole prompt) may be JSON: {"say": text or a list of one a lane, "ids": a list of
+a lane's tokens each, instead, "times": n, "delay_s": before each step, "first_s": before the first,
+"step": tokens a frame or a list of such numbers, which take turns, "fail_after":
 tokens, "fail": code, "fail_lane": only this one, "wait_lane": ends only when told to, "cut_after":
-tokens, "cut_attempts": attempts that are cut, of any number}.
+tokens, "cut_attempts": attempts that are cut, of any number, "forget": its pages do not stay}.
 Anything else is answered with "ok". A token is a byte, so counts are easy to foretell.
 Log probabilities are made up by `logprob_of`.
 """
@@ -16,6 +17,8 @@ import re
 from array import array
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from websockets.asyncio.client import ClientConnection, connect
@@ -242,13 +245,13 @@ class ScriptedNode:
             return
         if sampling.prompt_logprobs is not None and index == 0:
             await self._tell_prompt(socket, lane, served, ids)
-        say = script.get("say", "ok")
-        text = say[index % len(say)] if isinstance(say, list) else str(say)
-        tokens = ids_of(text * int(script.get("times", 1)))[: sampling.max_tokens]
+        tokens = _tokens(script, index)[: sampling.max_tokens]
         started: list[wire.Rare] = [wire.Started(lane, cached)]
-        step, sent = int(script.get("step", 1)), 0
-        for at in range(0, len(tokens), step):
-            piece = tokens[at : at + step]
+        step = script.get("step", 1)
+        sizes, sent = cycle(step if isinstance(step, list) else [step]), 0
+        while sent < len(tokens):
+            at = sent
+            piece = tokens[at : at + next(sizes)]
             if fails and script.get("fail_after") is not None and sent >= script["fail_after"]:
                 await self._fail(socket, lane, served, str(script["fail"]))
                 return
@@ -271,7 +274,8 @@ class ScriptedNode:
             await asyncio.sleep(float(script.get("delay_s", 0)))
         if script.get("wait_lane") == index:
             await asyncio.sleep(30)
-        self._remember(ids)
+        if not script.get("forget"):
+            self._remember(ids)
         reason = "length" if len(tokens) == sampling.max_tokens else "stop"
         usage = wire.Usage(len(ids), cached, len(tokens))
         self.tasks.pop(lane, None)
@@ -308,7 +312,17 @@ class ScriptedNode:
         return 0
 
 
-def _script(text: str) -> dict[str, object]:
+def _tokens(script: dict[str, Any], index: int) -> list[int]:
+    """What a lane says."""
+    if "ids" in script:
+        ids: list[int] = script["ids"][index % len(script["ids"])]
+        return ids
+    say = script.get("say", "ok")
+    text = say[index % len(say)] if isinstance(say, list) else str(say)
+    return ids_of(text * int(script.get("times", 1)))
+
+
+def _script(text: str) -> dict[str, Any]:
     messages = re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", text, re.DOTALL)
     try:
         script = json.loads(messages[-1] if messages else text)

@@ -350,6 +350,11 @@ def test_headers_of_64_kb_are_refused(gateway) -> None:
         (b"this is no HTTP\r\n\r\n", 400, "invalid_request"),
         (b"GET /livez HTTP/1.1\r\n\r\n", 400, "invalid_request"),  # no Host
         (b"GET /livez HTTP/1.1\r\nHost: t\r\nContent-Length: x\r\n\r\n", 400, "invalid_request"),
+        (
+            b"POST /tokenize HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: \x01chunked\r\n\r\n",
+            415,
+            "unsupported_encoding",
+        ),
     ],
 )
 def test_what_the_server_itself_refuses_has_our_four_parts(

@@ -104,6 +104,17 @@ def test_account_routes_serve_it_too(gateway) -> None:
     assert post(gateway, "x", path="/client/v4/accounts/a/ai" + PATH).status_code == 200
 
 
+def test_a_clipped_limit_is_one_short_header_however_many_prompts_and_digits(gateway) -> None:
+    """Python's http.client takes no more than 100 headers, nginx no more than 4 or 8 KiB."""
+    prompts = [say("x") + " " * number for number in range(120)]
+    asked = 10**3000
+    reply = post(gateway, prompts, max_tokens=asked)
+    assert reply.status_code == 200, reply.text
+    room = 65_536 - len(scripted_node.ids_of(prompts[-1]))
+    told = reply.headers.get_list("x-kagari-changed")
+    assert told == [f"max_tokens (a number of 3001 digits) -> {room}"]
+
+
 @pytest.mark.parametrize("form", ["texts", "ids"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_many_prompts_are_choices_of_one_answer_and_one_bill(gateway, form, stream) -> None:
