@@ -50,7 +50,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
         nodes = [
             {"node_id": p.stem, "state": "ready", "engines": engines} for p in home.glob("*.node")
         ]
-        models = [{"id": name} for name in served]
+        models = [{"id": name, "kagari": {"chat": True}} for name in served]
         body = {"/v1/models": {"data": models}, "/admin/v1/nodes": {"nodes": nodes}}
         data = json.dumps(body[self.path]).encode()
         self.send_response(200)
