@@ -239,7 +239,8 @@ class _ProgressLines:
         if self._stop is not None and self._stop.is_set():
             raise Stopped
         now = time.monotonic()
-        if name == self._name and done < total and now - self._said_at < PROGRESS_S:
+        is_end = 0 < total <= done
+        if name == self._name and not is_end and now - self._said_at < PROGRESS_S:
             return
         self._name, self._said_at = name, now
         self._emit(
@@ -248,7 +249,7 @@ class _ProgressLines:
                 "stage": name,
                 "bytes": done,
                 "total_bytes": total,
-                "detail": f"{done >> 20} of {total >> 20} MiB",
+                "detail": f"{done >> 20} of {total >> 20} MiB" if total else "",
             }
         )
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
+from engine.execute.weights.facts import MAX_VOCAB
 from node_agent.disk import write_atomically
 from node_agent.errors import NodeError
 from node_agent.gguf import read_gguf
@@ -98,7 +99,7 @@ def _stop_ids(tokenizer: Tokenizer, named: Sequence[int]) -> tuple[int, ...]:
 
 
 def _positive(field: str, found: object) -> int:
-    if not isinstance(found, int) or found <= 0:
+    if type(found) is not int or found <= 0:
         raise refuse(
             field,
             found=repr(found),
@@ -115,17 +116,7 @@ def folder_bundle(
     folder: Path, *, context_tokens: int | None, page_size: int, labels: Sequence[str]
 ) -> Bundle:
     """The bundle of a folder with config.json and tokenizer.json."""
-    source = folder / "tokenizer.json"
-    try:
-        tokenizer_json = source.read_bytes()
-        tokenizer = Tokenizer.from_str(tokenizer_json.decode())
-    except Exception as error:  # OSError, UnicodeError, or the library's bare Exception
-        raise refuse(
-            f"{folder.name}/tokenizer.json",
-            found=str(error),
-            allowed="a Hugging Face tokenizers file",
-            remedy="save one: AutoTokenizer.from_pretrained(…).save_pretrained(folder)",
-        ) from error
+    tokenizer_json, tokenizer, probe = _folder_tokenizer(folder)
     config = _json(folder / "config.json", required=True)
     settings = _json(folder / "tokenizer_config.json")
     generation = _json(folder / "generation_config.json")
@@ -143,7 +134,6 @@ def folder_bundle(
         *([] if eos is None else _ids(tokenizer.token_to_id(eos))),
     ]
     bos_id = None if bos is None else tokenizer.token_to_id(bos)
-    probe = tokenizer.encode("a").ids
     return Bundle(
         tokenizer_json=tokenizer_json,
         chat_template=_folder_template(folder, settings),
@@ -165,6 +155,26 @@ def folder_bundle(
         ),
         labels=tuple(labels),
     )
+
+
+def _folder_tokenizer(folder: Path) -> tuple[bytes, Tokenizer, list[int]]:
+    """(the file, its tokenizer, the ids of a letter as the file wants prompts to begin)."""
+    try:
+        tokenizer_json = (folder / "tokenizer.json").read_bytes()
+        tokenizer = Tokenizer.from_str(tokenizer_json.decode())
+        highest = max(tokenizer.get_vocab().values(), default=0)
+        if highest >= MAX_VOCAB:
+            raise ValueError(f"token id {highest}, ids go to {MAX_VOCAB - 1}")
+        return tokenizer_json, tokenizer, tokenizer.encode("a").ids
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # OSError, UnicodeError, the library's Exception or its panic
+        raise refuse(
+            f"{folder.name}/tokenizer.json",
+            found=str(error)[:200],
+            allowed="a Hugging Face tokenizers file",
+            remedy="save one: AutoTokenizer.from_pretrained(…).save_pretrained(folder)",
+        ) from error
 
 
 def _json(path: Path, *, required: bool = False) -> dict[str, Any]:
@@ -196,13 +206,21 @@ def _text_of(tokenizer: Tokenizer, found: object) -> str | None:
 
 def _ids(found: object) -> list[int]:
     values = found if isinstance(found, list) else [found]
-    return [value for value in values if isinstance(value, int) and value >= 0]
+    return [value for value in values if type(value) is int and 0 <= value < MAX_VOCAB]
 
 
 def _folder_template(folder: Path, settings: Mapping[str, object]) -> str | None:
     own_file = folder / "chat_template.jinja"
     if own_file.exists():
-        return own_file.read_text(encoding="utf-8")
+        try:
+            return own_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise NodeError(
+                f"checkpoint {folder.name}/{own_file.name}",
+                found=str(error)[:200],
+                allowed="a template in UTF-8",
+                remedy="copy the file again from the model's source",
+            ) from error
     found = settings.get("chat_template")
     if isinstance(found, list):  # several named templates
         named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}

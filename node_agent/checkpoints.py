@@ -102,13 +102,19 @@ def resolve(name: str, catalogue: Catalogue, folder: Path) -> Checkpoint:
     if path.is_file() and path.suffix == ".gguf":
         return Checkpoint(path.stem, path.resolve(), "gguf")
     hub_name = parse_hub_name(name)
-    if hub_name is not None:
+    is_file_name = ":" not in name and name.endswith(".gguf")
+    if hub_name is not None and not is_file_name:
         record = read_record(hub_name, folder)
         return _from_hub(HubPlace(hub_name, folder, record))
     close = nearest(name, catalogue.names())
+    pasted = parse_hub_name(name.partition("://")[2].partition("/")[2].strip("/"))
+    if pasted is None and not is_file_name:
+        pasted = parse_hub_name(name.rstrip("/"))
+    if pasted is not None:
+        close = [pasted.text]
     raise NodeError(
         f"--model {name}",
-        found="no such model",
+        found="no such file" if is_file_name else "no such model",
         allowed="a catalogue name (" + ", ".join(catalogue.names()) + "), a .gguf file, a folder, "
         "or ORG/NAME[@REVISION][:FILE.gguf] of a hub",
         remedy=f"did you mean {' or '.join(close)}?" if close else "run kagari models list",

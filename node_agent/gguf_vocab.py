@@ -13,11 +13,15 @@ from dataclasses import dataclass
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from engine.execute.weights.facts import MAX_VOCAB
 from node_agent.errors import NodeError
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
 SPACE = "\u2581"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+# Of SentencePiece: work grows with the square of a token's length, and memory with the merges.
+MAX_TOKEN_CHARS = 512  # Gemma's longest has 31
+MAX_MERGES = 1 << 21  # Gemma's 262,144 tokens have 514,906
 
 DAMAGED = "convert or pull the file again"
 OTHER_RULES = "serve the model's Hugging Face folder, which brings its tokenizer.json"
@@ -98,6 +102,10 @@ def read_vocabulary(values: Mapping[str, object]) -> Vocabulary:
             remedy=OTHER_RULES,
         )
     tokens = strings(values, "tokenizer.ggml.tokens")
+    if len(tokens) > MAX_VOCAB:
+        raise refuse(
+            "tokenizer.ggml.tokens", found=f"{len(tokens)} tokens", allowed=f"at most {MAX_VOCAB}"
+        )
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
     if len(set(tokens)) != len(tokens):
         raise refuse(
@@ -198,6 +206,17 @@ def _sentencepiece(vocabulary: Vocabulary, values: Mapping[str, object]) -> Toke
             found="absent or of another length",
             allowed=f"{len(vocabulary.tokens)} numbers, one a token",
         )
+    if not all(isinstance(score, int | float) and score == score for score in scores):
+        raise refuse(
+            "tokenizer.ggml.scores", found="an entry that is no number", allowed="numbers alone"
+        )
+    longest = max(map(len, vocabulary.tokens), default=0)
+    if longest > MAX_TOKEN_CHARS:
+        raise refuse(
+            "tokenizer.ggml.tokens",
+            found=f"a token of {longest} characters",
+            allowed=f"at most {MAX_TOKEN_CHARS}",
+        )
     known = set(vocabulary.tokens)
     absent = [token for token in BYTES if token not in known]
     if absent:
@@ -235,6 +254,12 @@ def _merges_by_score(tokens: list[str], scores: list[float]) -> list[tuple[str, 
             left, right = token[:cut], token[cut:]
             if left in known and right in known:
                 pairs.append((-score, cut, left, right))
+        if len(pairs) > MAX_MERGES:
+            raise refuse(
+                "tokenizer.ggml.tokens",
+                found=f"more than {MAX_MERGES} pairs that join to a token",
+                allowed=f"at most {MAX_MERGES}",
+            )
     pairs.sort(key=lambda pair: pair[:2])
     return [(left, right) for _, _, left, right in pairs]
 

@@ -112,7 +112,7 @@ def list_model(name: HubName, http: HubHttp) -> Listing:
         close = _similar(name, http)
         raise NodeError(
             f"--model {name.text}",
-            found=f"no such repository or revision on {http.endpoint}",
+            found=f"no such folder here, no such repository or revision on {http.endpoint}",
             allowed="ORG/NAME, with @REVISION and :FILE.gguf where wanted",
             remedy=f"did you mean {' or '.join(close)}?" if close else "check the spelling",
         ) from missing

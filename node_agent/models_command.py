@@ -218,12 +218,14 @@ class _ProgressLines:
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if stage == self._stage and done < total and now - self._said_at < PROGRESS_EVERY_S:
+        is_end = 0 < total <= done
+        if stage == self._stage and not is_end and now - self._said_at < PROGRESS_EVERY_S:
             return
         self._stage, self._said_at = stage, now
         if self._as_json:
             line = {"event": "progress", "stage": stage, "bytes": done, "total_bytes": total}
             sys.stderr.write(msgspec.json.encode(line).decode() + "\n")
         else:
-            sys.stderr.write(f"{stage}: {done >> 20} of {total >> 20} MiB\n")
+            share = f": {done >> 20} of {total >> 20} MiB" if total else ""
+            sys.stderr.write(f"{stage}{share}\n")
         sys.stderr.flush()

@@ -154,10 +154,12 @@ class ModelRunner:
             windows=facts.windows,
         )
         tell("self-test", 1.0)
+        # No position lies behind the pool: a file's word alone must not size the rotary tables.
+        self._room = min(config.num_pages * config.page_size, self.context_tokens)
         self.model = build_model(
             checkpoint,
             scaling=scaling,
-            context_tokens=self.context_tokens,
+            context_tokens=self._room,
             attention=self.attention,
             kernels=self._kernels,
             dtype=DTYPES[precision],
@@ -168,10 +170,9 @@ class ModelRunner:
 
     def _warm_up(self, tell: Progress) -> None:
         """First calls build kernels; the null page's twin, page 0, is wiped afterwards."""
-        room = min(self.arena.num_pages * self.arena.layout.page_size, self.context_tokens)
         for index, tokens in enumerate(WARM_UP_TOKENS):
             tell("warm-up", index / len(WARM_UP_TOKENS))
-            count = min(tokens, room, self.step_tokens)
+            count = min(tokens, self._room, self.step_tokens)
             pages = list(range(-(-count // self.arena.layout.page_size)))
             row = Row(
                 sequence_id=0,

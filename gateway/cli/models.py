@@ -63,7 +63,8 @@ class Bars:
         if stage not in self._task_by_stage:
             self._task_by_stage[stage] = self.progress.add_task(stage, total=total)
             if not self._console.is_terminal:
-                self._console.print(f"{stage} {total >> 20} MiB", highlight=False)
+                size = f" {total >> 20} MiB" if total else ""
+                self._console.print(f"{stage}{size}", highlight=False)
         self.progress.update(self._task_by_stage[stage], completed=done, total=total)
 
 

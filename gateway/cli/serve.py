@@ -37,7 +37,7 @@ from gateway.cli.serve_plan import (
 )
 from gateway.cli.stages import Fault, StageScreen, read_fault, read_stage
 
-START_S = 600.0  # the first start may fetch a model
+SILENCE_S = 600.0  # of all children, before the first start is given up; a pull tells its bytes
 DRAIN_S = 20.0
 NODE_STOP_S = 5.0  # after the gateway's drain nothing runs on a node
 ASK_EVERY_S = 0.2
@@ -62,6 +62,7 @@ class Serve:
         self._restarts: dict[str, int] = {}
         self._selector = selectors.DefaultSelector()
         self._signals = 0
+        self._heard_at = 0.0
         self.models: list[str] = []
         self.can_chat = True  # with the first of them
 
@@ -71,7 +72,7 @@ class Serve:
 
     def start(self) -> bool:
         """Start all and wait until every node serves. False: a signal came first."""
-        began = time.monotonic()
+        began = self._heard_at = time.monotonic()
         launches = (self._plan.gateway, *self._plan.nodes)
         for launch in launches:
             self._start(launch)
@@ -80,7 +81,7 @@ class Serve:
             while not self._is_serving():
                 if self._signals:
                     return False
-                if time.monotonic() - began > START_S:
+                if time.monotonic() - self._heard_at > SILENCE_S:
                     raise self._too_slow()
                 for child in self._watch(ASK_EVERY_S):
                     raise ended_early(child, self._faults.get(child.name))
@@ -179,13 +180,14 @@ class Serve:
             for line in lines:
                 stage = read_stage(line)
                 if stage is not None:
+                    self._heard_at = time.monotonic()
                     self._screen.show(child.name, stage)
                 elif (fault := read_fault(line)) is not None:
                     self._faults[child.name] = fault
         return ended
 
     def _is_serving(self) -> bool:
-        """Every node is ready and a model answers, as the gateway itself says."""
+        """Every node is ready and all its engines' models answer, as the gateway itself says."""
         try:
             models = call(self._api, "GET", "/v1/models", timeout_s=2)
             nodes = call(self._admin(), "GET", "/admin/v1/nodes", timeout_s=2)
@@ -194,7 +196,16 @@ class Serve:
         ready = [node for node in nodes["nodes"] if node["state"] == "ready"]
         self.models = [model["id"] for model in models["data"]]
         self.can_chat = all([model["kagari"]["chat"] for model in models["data"][:1]])
-        return bool(self.models) and len(ready) >= len(self._plan.nodes)
+        engines = [engine for node in ready for engine in node["engines"]]
+        for engine in engines:
+            if engine["bundle"] not in ("loaded", "waiting"):
+                raise unfit_bundle(engine)
+        return (
+            bool(self.models)
+            and len(ready) >= len(self._plan.nodes)
+            and len(engines) >= len(self._plan.nodes) * self._plan.num_models
+            and {engine["info"]["model"] for engine in engines} <= set(self.models)
+        )
 
     def _admin(self) -> Server:
         token = self._home / "admin.token"
@@ -220,7 +231,7 @@ class Serve:
         names = ", ".join(self._children)
         return Problem(
             "serve",
-            found=f"not every node was ready after {START_S:.0f} s",
+            found=f"not every node is ready, and for {SILENCE_S:.0f} s no process said a word",
             allowed=f"{names} ready",
             remedy=f"read the logs in {self._home / 'logs'} and run kagari doctor",
             exit_code=FAILED,
@@ -243,6 +254,17 @@ def ended_early(child: Child, fault: Fault | None) -> Problem:
         found=f"the process ended with exit {child.process.poll()}; its last words:\n    {words}",
         allowed="a process that keeps running",
         remedy=f"read {child.log}; kagari doctor checks the machine",
+        exit_code=FAILED,
+    )
+
+
+def unfit_bundle(engine: dict[str, Any]) -> Problem:
+    """The gateway will not load it: waiting would bring nothing."""
+    return Problem(
+        f"--model {engine['info']['model']}",
+        found=f"a tokenizer that the gateway refuses: {engine['bundle']}",
+        allowed="a tokenizer.json or GGUF vocabulary that text can be served with",
+        remedy="pull the model again, or name another one",
         exit_code=FAILED,
     )
 

@@ -46,6 +46,7 @@ class Launch:
 class ServePlan:
     gateway: Launch
     nodes: tuple[Launch, ...]
+    num_models: int  # of each node
     api_url: str
     admin_url: str
 
@@ -92,6 +93,7 @@ def plan_serve(options: ServeOptions, *, port: int, link_port: int, admin_port: 
             Launch(f"n{index}", "node_agent", ("--node-id", f"n{index}", *node))
             for index in range(1, options.num_nodes + 1)
         ),
+        num_models=len(models),
         api_url=f"http://{url_host(options.host)}:{port}",
         admin_url=f"http://127.0.0.1:{admin_port}",  # the operator's, whatever --host says
     )

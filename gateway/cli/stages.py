@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+
+SAY_EVERY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +60,22 @@ def read_fault(line: bytes) -> Fault | None:
 
 
 class StageScreen:
-    """Prints finished stages as lines; on a terminal a spinner says what is still awaited."""
+    """Prints finished stages as lines; on a terminal a spinner says what is still awaited.
 
-    def __init__(self, console: Console, expected_s: float | None) -> None:
+    What is under way, such as the bytes of a pull, changes the spinner's text; off a terminal it is
+    a line once in SAY_EVERY_S, so that a log of an hour's pull stays short.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        expected_s: float | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._console = console
+        self._clock = clock
+        self._said_at: dict[tuple[str, str], float] = {}  # process and stage under way
         self._expected_s = expected_s
         self._spinner = console.status("") if console.is_terminal else None
 
@@ -72,6 +88,8 @@ class StageScreen:
             self._spinner.start()
 
     def show(self, process: str, stage: Stage) -> None:
+        if stage.seconds is None and self._is_said(process, stage):
+            return
         seconds = "       " if stage.seconds is None else f"{stage.seconds:6.2f}s"
         self._console.print(
             f"  {process:<8} [dim]{seconds}[/dim]  {escape(stage.name)}"
@@ -79,6 +97,17 @@ class StageScreen:
             highlight=False,
             soft_wrap=True,
         )
+
+    def _is_said(self, process: str, stage: Stage) -> bool:
+        """Whether the spinner says it, or a line did not long ago."""
+        if self._spinner is not None:
+            self._spinner.update(escape(f"{process}: {stage.name} {stage.detail}"))
+            return True
+        now, place = self._clock(), (process, stage.name)
+        if now - self._said_at.get(place, -SAY_EVERY_S) < SAY_EVERY_S:
+            return True
+        self._said_at[place] = now
+        return False
 
     def say(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True)

@@ -125,7 +125,12 @@ class Bundles:
         if encoded is None:
             assert self._directory is not None
             encoded = (self._directory / digest).read_bytes()
-        text = self._load(decode_bundle(encoded))
+        try:
+            text = self._load(decode_bundle(encoded))
+        except Exception:
+            raise
+        except BaseException as panic:  # of the tokenizers library; a thread sees no other kind
+            raise BundleError(f"the tokenizer library panicked: {panic}") from panic
         release_free_memory()
         if self._directory is not None and digest not in self._on_disk:
             self._directory.mkdir(parents=True, exist_ok=True)

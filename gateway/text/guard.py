@@ -30,17 +30,17 @@ class Guard:
         self._prefixes = {text[:length] for text in texts for length in range(1, len(text))}
         self._longest_prefix = max(map(len, self._prefixes), default=0)
         self._inside = re.compile(any_of(texts, rest="?="))
-        # Suffixes by length would be a set lookup each; as a pattern it is one match at the start.
-        suffixes = {text[start:] for text in texts for start in range(1, len(text))}
-        self._suffix_firsts = frozenset(text[0] for text in suffixes)
-        self._suffix = re.compile(any_of(suffixes, rest="?="))
+        # A set, for a pattern of the suffixes of Gemma's 6,250 texts takes seconds to compile.
+        self._suffixes = {text[start:] for text in texts for start in range(1, len(text))}
+        self._suffix_firsts = frozenset(text[0] for text in self._suffixes)
+        self._suffix_lengths = sorted({len(suffix) for suffix in self._suffixes})
         self._insides = "\n".join(texts)
 
     def text(self, text: str, field: str) -> str:
         """text with marks. Raises TextError when it holds the mark itself."""
         marked = self.key(text, field)
         body = marked.lstrip()
-        if body[:1] in self._suffix_firsts and self._suffix.match(body):
+        if self._begins_with_suffix(body):
             return marked[: len(marked) - len(body)] + MARK + body
         body = body.rstrip()
         if body and len(body) < self._longest_prefix and body in self._insides:
@@ -64,6 +64,11 @@ class Guard:
             if first in text:
                 return self._inside.sub(rf"\g<0>{MARK}", self._mark_tail(text))
         return text
+
+    def _begins_with_suffix(self, body: str) -> bool:
+        return body[:1] in self._suffix_firsts and any(
+            body[:length] in self._suffixes for length in self._suffix_lengths
+        )
 
     def _mark_tail(self, text: str) -> str:
         body = text.rstrip()

@@ -29,7 +29,7 @@ from pathlib import Path
 parser = argparse.ArgumentParser()
 for flag in ("host", "port", "link-port", "admin-port", "home", "api-key-file", "join-token-file"):
     parser.add_argument("--" + flag)
-options = parser.parse_args()
+options, _ = parser.parse_known_args()
 home = Path(options.home)
 mode = (home / "mode").read_text() if (home / "mode").exists() else ""
 print(json.dumps({"stage": "open the ledger", "seconds": 0.01}), flush=True)
@@ -37,10 +37,21 @@ if mode == "broken":
     sys.exit("the ledger is half migrated")
 (home / "admin.token").write_text("operator\\n")
 
+def named(file):
+    return (home / file).read_text().split() if (home / file).exists() else ["fake"]
+
 class Answers(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        nodes = [{"node_id": p.stem, "state": "ready"} for p in home.glob("*.node")]
-        body = {"/v1/models": {"data": [{"id": "fake"}]}, "/admin/v1/nodes": {"nodes": nodes}}
+        served = named("served")
+        engines = [
+            {"info": {"model": name}, "bundle": "no vocabulary" if mode == "unfit" else "loaded"}
+            for name in named("engines")
+        ]
+        nodes = [
+            {"node_id": p.stem, "state": "ready", "engines": engines} for p in home.glob("*.node")
+        ]
+        models = [{"id": name, "kagari": {"chat": True}} for name in served]
+        body = {"/v1/models": {"data": models}, "/admin/v1/nodes": {"nodes": nodes}}
         data = json.dumps(body[self.path]).encode()
         self.send_response(200)
         self.send_header("content-length", str(len(data)))
@@ -72,6 +83,12 @@ parser.add_argument("--node-id")
 parser.add_argument("--home")
 options, _ = parser.parse_known_args()
 home = Path(options.home)
+mode = (home / "mode").read_text()
+for done in range(30 if mode == "pulling" else 0):
+    print(json.dumps({"event": "progress", "stage": "download", "bytes": done}), flush=True)
+    time.sleep(0.1)
+while mode == "silent":
+    time.sleep(1)
 
 def stop(*_):
     (home / (options.node_id + ".stopped")).write_text(str(time.monotonic()))
@@ -90,7 +107,9 @@ while True:
 class Served:
     """A running `serve` on fakes."""
 
-    def __init__(self, tmp_path: Path, *flags: str, mode: str = "") -> None:
+    def __init__(
+        self, tmp_path: Path, *flags: str, mode: str = "", silence_s: float = 60.0
+    ) -> None:
         fakes = tmp_path / "fakes"
         fakes.mkdir()
         for name, source in (("gateway", GATEWAY), ("node_agent", NODE)):
@@ -101,6 +120,7 @@ class Served:
         (self.home / "mode").write_text(mode)
         starter = (
             f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); import gateway.cli.main as m; "
+            f"import gateway.cli.serve as s; s.SILENCE_S = {silence_s}; "
             f"os.environ['PYTHONPATH'] = {str(fakes)!r}; m.main()"
         )
         self.process = subprocess.Popen(
@@ -253,3 +273,40 @@ def test_json_is_one_object_for_a_script(tmp_path: Path) -> None:
     assert ready["url"].startswith("http://127.0.0.1:")
     served.process.send_signal(signal.SIGINT)
     assert served.end()[0] == 0
+
+
+def test_a_pull_that_goes_on_is_not_given_up(tmp_path: Path) -> None:
+    served = Served(tmp_path, "--port", "0", mode="pulling", silence_s=2.0)
+    served.wait_until_ready()
+    served.process.send_signal(signal.SIGINT)
+    assert served.end()[0] == 0
+
+
+def test_a_start_without_a_word_is_given_up_with_the_logs_named(tmp_path: Path) -> None:
+    served = Served(tmp_path, "--port", "0", mode="silent", silence_s=1.0)
+    code, _, err = served.end()
+    assert code == 1
+    assert "for 1 s no process said a word" in err
+    assert str(served.home / "logs") in err
+
+
+def test_ready_means_that_every_model_answers(tmp_path: Path) -> None:
+    served = Served(tmp_path, "--port", "0", "--model", "fake", "--model", "late")
+    served.wait_for("n1.node")
+    time.sleep(0.6)  # it asks every 0.2 s; the second engine is not there
+    assert not (served.home / "last_start_s").exists()
+    (served.home / "engines").write_text("fake late")
+    time.sleep(0.6)  # the gateway still reads the second one's tokenizer
+    assert not (served.home / "last_start_s").exists()
+    (served.home / "served").write_text("fake late")
+    served.wait_until_ready()
+    served.process.send_signal(signal.SIGINT)
+    assert served.end()[0] == 0
+
+
+def test_a_tokenizer_that_the_gateway_refuses_ends_the_start(tmp_path: Path) -> None:
+    served = Served(tmp_path, "--port", "0", mode="unfit")
+    code, _, err = served.end()
+    assert code == 1
+    assert "error: --model fake" in err
+    assert "no vocabulary" in err

@@ -60,6 +60,19 @@ def test_a_stage_is_shown_with_its_seconds_and_not_as_markup() -> None:
     assert lines[1].split() == ["n1", "1.50s", "load", "[red]weights[/red]", "98", "MiB"]
 
 
+def test_an_hours_pull_is_a_line_each_half_minute_off_a_terminal() -> None:
+    out, now = io.StringIO(), [0.0]
+    screen = StageScreen(Console(file=out, width=100), None, clock=lambda: now[0])
+    for second in range(0, 3600, 2):
+        now[0] = float(second)
+        screen.show("n1", Stage("download", None, f"{second} of 3600 MiB"))
+        screen.show("n2", Stage("wait for another pull", None, ""))
+    screen.show("n1", Stage("checkpoint", 3600.0, ""))
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 2 * 120 + 1
+    assert lines[0].split() == ["n1", "download", "0", "of", "3600", "MiB"]
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -358,6 +358,47 @@ def test_a_broken_folder_names_the_file(tmp_path: Path, name: str, content: str 
         folder_bundle(folder, context_tokens=None, page_size=16, labels=())
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"type": "BPE", "continuing_subword_prefix": "####", "vocab": {"a": 0, "b": 1,
+                   "ab": 2}, "merges": ["a b"]}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"post_processor": {"type": "TemplateProcessing", "pair": [], "special_tokens": {},
+                            "single": [{"SpecialToken": {"id": "Q", "type_id": 0}}]}},
+        {"model": {"type": "BPE", "vocab": {"a": 0, "b": 4294967295}, "merges": []}},
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_the_library_panics_at_or_that_fills_memory_is_refused(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
+    folder = write_folder(tmp_path)
+    found = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(found | changes))
+    with pytest.raises(NodeError, match=r"tokenizer\.json") as caught:
+        folder_bundle(folder, context_tokens=None, page_size=16, labels=())
+    assert len(caught.value.found) <= 200
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja"])
+def test_a_text_file_in_another_encoding_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    folder = write_folder(tmp_path)
+    (folder / name).write_bytes("{{ 'é' }}".encode("utf-16"))
+    with pytest.raises(NodeError, match=name):
+        folder_bundle(folder, context_tokens=None, page_size=16, labels=())
+
+
+def test_ids_that_no_tokenizer_has_are_no_stops(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, eos_token=None)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"eos_token_id": [1 << 40, True, 3], "bos_token_id": 1 << 40})
+    )
+    bundle = folder_bundle(folder, context_tokens=None, page_size=16, labels=())
+    assert 3 in bundle.stop_token_ids
+    assert max(bundle.stop_token_ids) < 8
+
+
 # --- hostile GGUF headers ------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, trainers
 
+from node_agent import gguf_vocab
 from node_agent.bundle import gguf_bundle
 from node_agent.catalogue import load_catalogue
 from node_agent.checkpoints import ensure, models_folder, resolve
@@ -286,6 +287,47 @@ def test_a_damaged_sentencepiece_vocabulary_is_refused(key: str, value: object) 
         gguf_bundle(
             {**small_vocabulary(), key: value}, context_tokens=None, page_size=64, labels=()
         )
+
+
+def with_scores(*scores: object) -> Values:
+    values = small_vocabulary()
+    tokens = values["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)
+    return {**values, "tokenizer.ggml.scores": [*scores, *[0.0] * (len(tokens) - len(scores))]}
+
+
+def with_tokens(*more: str) -> Values:
+    added: dict[str, list[object]] = {"tokens": [*more], "scores": [0.0] * len(more)}
+    added["token_type"] = [1] * len(more)
+    values = dict(small_vocabulary())
+    for name, items in added.items():
+        old = values[f"tokenizer.ggml.{name}"]
+        assert isinstance(old, list)
+        values[f"tokenizer.ggml.{name}"] = [*old, *items]
+    return values
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        (with_scores(float("nan")), "no number"),
+        (with_scores("high"), "no number"),
+        (with_tokens("x" * 200_000), "200000 characters"),  # 40 GB of characters to cut
+        (with_tokens(*("\u4e00" * size for size in range(1, 300))), "more than 400 pairs"),
+    ],
+)
+def test_a_sentencepiece_vocabulary_whose_merges_have_no_end_or_order_is_refused(
+    values: Values, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_vocab, "MAX_MERGES", 400)
+    with pytest.raises(NodeError, match=found):
+        tokenizer_of(values)
+
+
+def test_more_tokens_than_an_engine_takes_are_refused_before_they_are_named() -> None:
+    values = {**small_vocabulary(), "tokenizer.ggml.tokens": [""] * ((1 << 22) + 1)}
+    with pytest.raises(NodeError, match="4194305 tokens"):
+        read_vocabulary(values)
 
 
 def test_a_vocabulary_without_its_bytes_is_refused() -> None:

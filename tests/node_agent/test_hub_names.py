@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from node_agent.catalogue import load_catalogue
+from node_agent.checkpoints import resolve
 from node_agent.errors import NodeError
 from node_agent.hub import (
     HubFile,
@@ -224,3 +226,26 @@ def test_another_answer_is_refused(data: bytes) -> None:
 def test_a_commit_is_hex() -> None:
     with pytest.raises(NodeError, match="sha"):
         parse_commit(b'{"sha": "../../x"}')
+
+
+# --- what newcomers type -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("https://huggingface.co/org/tiny", "org/tiny"),
+        ("http://hub.example:8080/org/tiny/", "org/tiny"),
+        ("org/tiny/", "org/tiny"),
+    ],
+)
+def test_a_pasted_address_is_told_its_name(typed: str, meant: str, tmp_path: Path) -> None:
+    with pytest.raises(NodeError, match="no such model") as caught:
+        resolve(typed, load_catalogue(), tmp_path)
+    assert caught.value.remedy == f"did you mean {meant}?"
+
+
+def test_a_file_that_is_not_there_is_not_looked_for_on_a_hub(tmp_path: Path) -> None:
+    with pytest.raises(NodeError, match="no such file"):
+        resolve("models/tiny.gguf", load_catalogue(), tmp_path)
+    assert resolve("org/tiny:tiny.gguf", load_catalogue(), tmp_path).hub is not None

@@ -284,7 +284,7 @@ def test_a_hub_that_stays_busy_is_given_up(hub: FakeHub, tmp_path: Path) -> None
 
 
 def test_an_absent_repository_gets_the_nearest_names(hub: FakeHub, tmp_path: Path) -> None:
-    with pytest.raises(NodeError, match="no such repository") as caught:
+    with pytest.raises(NodeError, match="no such folder here, no such repository") as caught:
         pull(hub, tmp_path, text="org/tinny")
     assert "org/tiny" in caught.value.remedy
     with pytest.raises(NodeError, match="no such repository or revision"):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from node_agent import checkpoints
-from node_agent.app import Stopped, prepare_models, threads_each
+from node_agent.app import Stopped, _ProgressLines, prepare_models, threads_each
 from node_agent.config import NodeConfig
 from node_agent.pull import Fetch
 from node_agent.stages import EngineStages, StageLines, stage
@@ -98,3 +98,14 @@ def test_a_stage_that_fails_writes_no_line() -> None:
     with pytest.raises(KeyError), stage(lines.append, "bad", "detail"):
         raise KeyError
     assert [(line["stage"], line["event"]) for line in lines] == [("good", "stage")]
+
+
+def test_waiting_for_another_pull_is_said_once_in_a_while() -> None:
+    """The lock is tried ten times a second, and of a hub's pull no size is known yet."""
+    lines: list[dict[str, object]] = []
+    progress = _ProgressLines(lines.append, None)
+    for _ in range(50):
+        progress("wait for another pull", 0, 0)
+    assert [line["detail"] for line in lines] == [""]
+    progress("download", 5 << 20, 5 << 20)
+    assert lines[-1]["detail"] == "5 of 5 MiB"

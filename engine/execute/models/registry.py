@@ -13,7 +13,7 @@ from engine.execute.models.decoder import Decoder
 from engine.execute.models.gemma3 import Gemma3
 from engine.execute.models.llama import Llama
 from engine.execute.models.qwen3 import Qwen3
-from engine.execute.weights.facts import Checkpoint, RopeScaling
+from engine.execute.weights.facts import Checkpoint, CheckpointError, RopeScaling
 
 # The keys are those of weights.families.FAMILIES, which refuses all others by name.
 MODELS: dict[str, type[Decoder]] = {
@@ -40,6 +40,13 @@ def build_model(
     factors = None
     if scaling is not None and scaling.type == "factors":
         factors = checkpoint.read("rope_freqs.weight")
+        if not bool((factors.isfinite() & (factors > 0)).all()):
+            raise CheckpointError(
+                "rope_freqs.weight",
+                found="a factor that is no positive number",
+                allowed="positive finite numbers",
+                remedy="The file is damaged; fetch it again.",
+            )
     rotary = {}
     for window in attention.windows:
         inverse, attention_factor = (

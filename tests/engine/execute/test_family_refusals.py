@@ -112,6 +112,20 @@ def test_a_family_gguf_that_cannot_be_served_is_refused_by_field(
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize("factor", [0.0, float("nan"), -2.0])
+def test_rope_factors_that_turn_every_logit_to_nothing_are_refused_at_load(
+    factor: float, tmp_path: Path, make_runner: Any
+) -> None:
+    def also(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("rope_freqs.weight", np.full(16, factor, np.float32))
+
+    shape = GGUF_SHAPES["llama"]["groups"]
+    write_gguf(tmp_path / "tiny.gguf", "llama", tiny_model("llama", shape), ("F16",), also=also)
+    with pytest.raises(CheckpointError) as caught:
+        make_runner(tmp_path / "tiny.gguf")
+    assert caught.value.field == "rope_freqs.weight"
+
+
 @pytest.mark.parametrize("architecture", ["qwen3moe", "gemma2", "mamba"])
 def test_a_gguf_of_another_architecture_is_told_the_known_ones(
     architecture: str, tmp_path: Path

@@ -144,6 +144,17 @@ def test_absurd_numbers_in_a_gguf_header_allocate_nothing(
     try_open(path)
 
 
+def test_an_absurd_context_costs_no_more_than_the_pool(
+    tmp_path: Path, make_runner: Any, tiny_folder: Any
+) -> None:
+    """2^26 positions in rotary tables would be 6 GB of this tiny model."""
+    folder = tiny_folder(max_position_embeddings=1 << 26)
+    runner = make_runner(folder, num_pages=8, page_size=16)
+    assert runner.context_tokens == 1 << 26
+    positions = [rotary._cos.shape[0] for rotary in runner.model._rotary.values()]
+    assert positions == [128]
+
+
 @settings(max_examples=60, deadline=None,
           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
 @given(data=st.binary(max_size=300))
