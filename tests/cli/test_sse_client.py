@@ -17,6 +17,7 @@ USAGE = {
     "completion_tokens": 2,
     "prompt_tokens_details": {"cached_tokens": 1},
 }
+ASKED = b'"stream_options": {"include_usage": true}}'  # the last of the body
 EVENTS = (
     ": keep-alive\n\n"
     + "".join(
@@ -35,7 +36,9 @@ def server_says(body: bytes, *, cut: int) -> Iterator[Server]:
     def answer() -> None:
         connection, _ = listener.accept()
         with connection:
-            connection.recv(65536)
+            request = b""
+            while not request.endswith(ASKED):  # what stays unread would reset the connection
+                request += connection.recv(65536)
             connection.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
             for at in range(0, len(body), cut):
                 piece = body[at : at + cut]
