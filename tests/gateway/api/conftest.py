@@ -110,7 +110,7 @@ class RunningGateway:
     def log_lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.log.getvalue().splitlines()]
 
-    def wait_idle(self, seconds: float = 5.0) -> None:
+    def wait_idle(self, seconds: float = 20.0) -> None:
         """Nothing admitted or reserved, no row open, no lane in use; else say what is left."""
         deadline = time.monotonic() + seconds
         while True:
