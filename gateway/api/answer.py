@@ -16,8 +16,17 @@ from gateway.api.body import ClientLeft
 from gateway.api.choice import Turn
 from gateway.api.completion_run import CompletionRun
 from gateway.api.exchange import Exchange
+from gateway.api.logprobs import TokenBytes
 from gateway.api.off_loop import INLINE_TOKENS, off_loop
-from gateway.api.sse import DONE, HEARTBEAT, STREAM_HEADERS, error_event
+from gateway.api.sampling_request import SamplingRequest
+from gateway.api.sse import (
+    DONE,
+    HEARTBEAT,
+    STREAM_HEADERS,
+    ChatChunks,
+    TextChunks,
+    error_event,
+)
 from gateway.api.stall import StallGuard
 from gateway.api.time_limit import TimeLimit
 from gateway.config import StreamConfig
@@ -36,19 +45,43 @@ class Dialect(Protocol):
         """The one body of an answer that is not streamed; turns by choice."""
 
 
+class Asked(Protocol):
+    """What both routes' requests say of the answer's form."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def stream(self) -> bool: ...
+    @property
+    def include_usage(self) -> bool: ...
+    @property
+    def include_cost(self) -> bool: ...
+    @property
+    def sampling(self) -> SamplingRequest: ...
+
+
 async def answer(
     services: Services,
     exchange: Exchange,
     run: CompletionRun,
-    dialect: Dialect,
+    request: Asked,
+    make_dialect: type[ChatChunks] | type[TextChunks],
     *,
-    stream: bool,
-    include_usage: bool,
+    token_bytes: TokenBytes,
 ) -> None:
     """Ends and settles the run, whatever happens. Raises GatewayError before the first byte."""
     try:
-        if stream:
-            await _Streamed(services, exchange, run, dialect, include_usage).send()
+        dialect: Dialect = make_dialect(
+            completion_id=f"{make_dialect.ID_PREFIX}-{exchange.request_id}",
+            created=run.created,
+            model=request.model,
+            include_usage=request.include_usage,
+            rates=run.rates if request.include_cost else None,
+            choices=len(run.choices),
+            token_bytes=None if request.sampling.logprobs is None else token_bytes,
+        )
+        if request.stream:
+            await _Streamed(services, exchange, run, dialect, request.include_usage).send()
         else:
             await _send_whole(services.config.stream, exchange, run, dialect)
     except TimeoutError:  # a send that stalled: who takes nothing for so long is gone

@@ -34,20 +34,6 @@ async def chat(services: Services, exchange: Exchange) -> None:
             hints=request.hints,
             tools=request.tools,
         )
-        dialect = ChatChunks(
-            completion_id=f"chatcmpl-{exchange.request_id}",
-            created=run.created,
-            model=request.model,
-            include_usage=request.include_usage,
-            rates=run.rates if request.include_cost else None,
-            choices=len(run.choices),
-            token_bytes=None if request.sampling.logprobs is None else served.text.token_bytes,
-        )
         await answer(
-            services,
-            exchange,
-            run,
-            dialect,
-            stream=request.stream,
-            include_usage=request.include_usage,
+            services, exchange, run, request, ChatChunks, token_bytes=served.text.token_bytes
         )

@@ -48,22 +48,8 @@ async def completions(services: Services, exchange: Exchange) -> None:
             sampling=request.sampling,
             hints=request.hints,
         )
-        dialect = TextChunks(
-            completion_id=f"cmpl-{exchange.request_id}",
-            created=run.created,
-            model=request.model,
-            include_usage=request.include_usage,
-            rates=run.rates if request.include_cost else None,
-            choices=len(run.choices),
-            token_bytes=None if request.sampling.logprobs is None else served.text.token_bytes,
-        )
         await answer(
-            services,
-            exchange,
-            run,
-            dialect,
-            stream=request.stream,
-            include_usage=request.include_usage,
+            services, exchange, run, request, TextChunks, token_bytes=served.text.token_bytes
         )
 
 

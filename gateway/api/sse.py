@@ -34,6 +34,8 @@ class ChatChunks:
     rates: of a request that asked what it costs.
     """
 
+    ID_PREFIX = "chatcmpl"
+
     def __init__(
         self,
         *,
@@ -215,6 +217,8 @@ def completion(
 
 class TextChunks:
     """The dialect of text completions. With include_usage as for chat."""
+
+    ID_PREFIX = "cmpl"
 
     def __init__(
         self,
