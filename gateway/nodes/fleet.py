@@ -27,7 +27,7 @@ from gateway.nodes.placement import Placement
 from gateway.nodes.served import ServedModels
 from gateway.nodes.session import Session
 from gateway.nodes.streams import Dispatch, Flow, Lane, Stream, Waiter
-from gateway.nodes.views import EngineView, NodeView, Residence, ServedModel, SessionView
+from gateway.nodes.views import NodeView, Residence, ServedModel, SessionView, node_view
 from policies.contract import wire
 from policies.contract.wire import (
     BundlePart,
@@ -436,7 +436,10 @@ class Fleet:
     def nodes(self) -> list[NodeView]:
         """Every node that is or lately was linked."""
         now = self._clock()
-        return [self._view(node, now) for node in self._node_by_id.values()]
+        return [
+            node_view(node, self._served.state(node), self.bundles, now)
+            for node in self._node_by_id.values()
+        ]
 
     def session_keys(self) -> list[bytes]:
         """The affinity keys of all sessions that have a home."""
@@ -462,34 +465,4 @@ class Fleet:
             for node in self._node_by_id.values()
             for engine in node.engine_by_index.values()
             if (tiers := engine.residency.tiers(page_key))
-        )
-
-    def _view(self, node: Node, now: float) -> NodeView:
-        session = node.session
-        return NodeView(
-            node_id=node.node_id,
-            state=self._served.state(node),
-            role=node.role,
-            epoch=node.epoch,
-            software=node.software,
-            engines=tuple(self._engine_view(one) for one in node.engine_by_index.values()),
-            in_flight=session.in_flight if session is not None else 0,
-            link_age_s=now - session.opened_at if session is not None else None,
-            report_age_s=now - node.reported_at,
-            queued_bytes=session.outbox.size_bytes if session is not None else 0,
-            late_tokens=session.late_tokens if session is not None else 0,
-            skipped_frames=session.skipped_frames if session is not None else 0,
-        )
-
-    def _engine_view(self, engine: Engine) -> EngineView:
-        digest = engine.info.bundle_digest
-        problem = self.bundles.problem_by_digest.get(digest, "waiting")
-        return EngineView(
-            info=engine.info,
-            report=engine.report,
-            bundle="loaded" if self.bundles.text(digest) is not None else problem,
-            backlog_tokens=engine.backlog_tokens,
-            outstanding_tokens=engine.outstanding_tokens,
-            resident_pages=len(engine.residency),
-            event_gaps=engine.residency.gaps,
         )

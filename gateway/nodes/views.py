@@ -10,6 +10,9 @@ from msgspec import Struct
 from policies.contract.wire import EngineInfo, EngineReport, NodeState, Role, Tier
 
 if TYPE_CHECKING:
+    from gateway.nodes.bundles import Bundles
+    from gateway.nodes.engines import Engine
+    from gateway.nodes.node import Node
     from gateway.text.model import TextModel
 
 
@@ -71,3 +74,36 @@ class NodeView(Struct, frozen=True):
     queued_bytes: int
     late_tokens: int
     skipped_frames: int
+
+
+def node_view(node: Node, state: NodeState, bundles: Bundles, now: float) -> NodeView:
+    """A node as it is now, on the fleet's clock."""
+    session = node.session
+    return NodeView(
+        node_id=node.node_id,
+        state=state,
+        role=node.role,
+        epoch=node.epoch,
+        software=node.software,
+        engines=tuple(_engine_view(one, bundles) for one in node.engine_by_index.values()),
+        in_flight=session.in_flight if session is not None else 0,
+        link_age_s=now - session.opened_at if session is not None else None,
+        report_age_s=now - node.reported_at,
+        queued_bytes=session.outbox.size_bytes if session is not None else 0,
+        late_tokens=session.late_tokens if session is not None else 0,
+        skipped_frames=session.skipped_frames if session is not None else 0,
+    )
+
+
+def _engine_view(engine: Engine, bundles: Bundles) -> EngineView:
+    digest = engine.info.bundle_digest
+    problem = bundles.problem_by_digest.get(digest, "waiting")
+    return EngineView(
+        info=engine.info,
+        report=engine.report,
+        bundle="loaded" if bundles.text(digest) is not None else problem,
+        backlog_tokens=engine.backlog_tokens,
+        outstanding_tokens=engine.outstanding_tokens,
+        resident_pages=len(engine.residency),
+        event_gaps=engine.residency.gaps,
+    )
