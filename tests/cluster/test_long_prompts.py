@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from engine.config import DEFAULT_STEP_TOKENS
 from gateway.cli.client import call, sse_data
 from gateway.demo.stack import Stack
+from tests.cluster.byte_llama import save_byte_llama
 
-STEP_TOKENS = 512  # engine.config.DEFAULT_STEP_TOKENS
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 SENTENCE = "The lantern at the end of the pier burns on. "
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -25,37 +26,18 @@ TICKS = os.sysconf("SC_CLK_TCK")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random one-layer Llama over single bytes, with room for 262,144 tokens; it never stops."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     path = tmp_path_factory.mktemp("folder") / "long-llama"
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size(),
+    save_byte_llama(
+        path,
+        template=TEMPLATE,
+        seed=3,
         hidden_size=32,
         intermediate_size=32,
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=1 << 18,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=None,
-        tie_word_embeddings=False,
     )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for index, letter in enumerate(alphabet):
-            if not letter.isascii():  # it speaks ASCII, so that text tells its tokens
-                model.lm_head.weight[index] = 0.0
-    model.save_pretrained(path)
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return path
 
 
@@ -182,7 +164,7 @@ def test_a_long_prompt_costs_others_at_most_a_step_and_the_gateway_little(
     assert answer["usage"]["prompt_tokens"] == tokens
     assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] >= tokens - 64
     # Each step of the long prompt holds a row of the companion, so nobody waits for two of them.
-    steps = tokens // STEP_TOKENS
+    steps = tokens // DEFAULT_STEP_TOKENS
     print(f"{tokens} tokens in {end - start:.1f} s; {told} tokens told beside {steps} steps")
     assert told >= steps - 2
     # Beside the text itself (kept a few times over for a moment): ids, keys, the frame to the node.

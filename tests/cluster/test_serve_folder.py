@@ -14,6 +14,7 @@ import pytest
 from gateway.cli.children import python_module
 from gateway.cli.client import call
 from gateway.demo.stack import Stack
+from tests.cluster.byte_llama import save_byte_llama
 
 GAP = 0.1  # of the two best logits: below it bf16 and fp32 may choose differently
 TEMPLATE = (
@@ -26,39 +27,20 @@ QUESTION = "Does the lantern burn? "
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama over bytes, saved by transformers and tokenizers."""
-    import torch
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     path = tmp_path_factory.mktemp("folder") / "tiny-llama"
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    names = ("<|im_start|>", "<|im_end|>")
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
-    torch.manual_seed(11)
-    config = LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size(),
+    save_byte_llama(
+        path,
+        template=TEMPLATE,
+        seed=11,
+        also=("<|im_start|>",),
+        end="<|im_end|>",
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=1024,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=tokenizer.token_to_id("<|im_end|>"),
     )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():  # it speaks ASCII, so that text tells its tokens
-        for index, letter in enumerate([*alphabet, *names]):
-            if not (len(letter) == 1 and letter.isascii()):
-                model.lm_head.weight[index] = 0.0
-    model.save_pretrained(path)
-    tokenizer.save(str(path / "tokenizer.json"))
-    settings = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
     return path
 
 
