@@ -1,0 +1,1 @@
+"""The CPU kernels: one C++ file, its build, and the door to it."""
