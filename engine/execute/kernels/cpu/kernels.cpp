@@ -8,6 +8,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
 // --- what both sides of the file know -----------------------------------------------------------
 
 enum Kind : int32_t { EMBED, NORM, GEMM, ROPE, ATTEND, GATE, BEST };  // of an Op, by its args' type
@@ -110,6 +112,7 @@ struct Op { int32_t kind, padding; const void* args; };
 
 using RunOp = void (*)(const void* args, const Step* step);
 struct Tier { const char* name; RunOp run[7]; };  // by Kind
+extern "C" const Tier kagari_tier_0, kagari_tier_1, kagari_tier_2;
 
 // Calls body(context, begin, end) over [0, count) in runs of `grain`, on all threads of the pool.
 extern "C" void kagari_parallel(int64_t count, int64_t grain,
@@ -172,16 +175,267 @@ void quantize_row(const float* x, const Quants& to, int64_t row);
 
 // --- norms, gates, the best logit ----------------------------------------------------------------
 
-// (section C)
+void run_norm(const void*, const Step*) {}
+void run_gate(const void*, const Step*) {}
+void run_best(const void*, const Step*) {}
 
 // --- attention -----------------------------------------------------------------------------------
 
 // (section B)
 
+// (until sections A and B are here)
+void quantize_row(const float*, const Quants&, int64_t) {}
+void run_embed(const void*, const Step*) {}
+void run_gemm(const void*, const Step*) {}
+void run_rope(const void*, const Step*) {}
+void run_attend(const void*, const Step*) {}
+
 }  // namespace
+
+#if KAGARI_TIER == 2
+extern "C" const Tier kagari_tier_2 = {"avx512",
+#elif KAGARI_TIER == 1
+extern "C" const Tier kagari_tier_1 = {"avx2",
+#else
+extern "C" const Tier kagari_tier_0 = {"scalar",
+#endif
+    {run_embed, run_norm, run_gemm, run_rope, run_attend, run_gate, run_best},
+};
 
 #else  // ==== the threads and the choice of tier ==================================================
 
-// (section C)
+#include <atomic>
+#include <limits.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+#include <xmmintrin.h>
+
+namespace {
+
+// --- the pool ------------------------------------------------------------------------------------
+//
+// A job is cut into chunks. `claim` = job number << 24 | chunks left: a thread owns a chunk once its
+// compare-exchange has taken one off, so a thread that wakes late, with an old job in mind, fails
+// and touches nothing. What the job is may be read by owners of a chunk only; it is written only
+// between jobs, when no chunk is owned. The caller waits for owned chunks, never for a thread that
+// has not woken. (A number recurs after 2^40 jobs: years.)
+
+constexpr int LEFT_BITS = 24, MAX_WORKERS = 255;
+constexpr uint64_t LEFT_MASK = (1 << LEFT_BITS) - 1;
+constexpr int64_t SPIN_NS = 100000;  // longer than the gaps between a step's jobs
+
+using Body = void (*)(void*, int64_t, int64_t);
+
+struct Job { Body body; void* context; int64_t count, grain, chunks; };
+
+alignas(64) std::atomic<uint64_t> claim;
+Job job;
+alignas(64) std::atomic<uint32_t> done;    // chunks of this job that workers have finished
+std::atomic<uint32_t> caller_sleeps;
+alignas(64) std::atomic<uint32_t> bell;    // futex of the workers: counts wake-ups
+std::atomic<uint32_t> sleepers;            // at least the workers that sleep or are about to
+std::atomic<uint32_t> stopping;
+alignas(64) std::atomic<uint32_t> in_use;  // a caller is inside; a second one goes alone
+
+pthread_t workers[MAX_WORKERS];
+int num_workers;
+pid_t home;  // a forked child has no workers to join
+int64_t jobs, long_waits, longest_wait_ns;
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+
+void sleep_on(std::atomic<uint32_t>& word, uint32_t value) {
+  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+
+void wake_all(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+
+template <class Ready>
+bool spin(int64_t ns, const Ready& ready) {  // until ready, or for ns
+  for (int64_t start = 0; ; ) {
+    for (int i = 0; i < 32; i++) {
+      if (ready()) return true;
+      _mm_pause();
+    }
+    int64_t now = now_ns();
+    if (!start) start = now;
+    if (now - start > ns) return false;
+  }
+}
+
+uint32_t work(uint64_t number) {  // runs chunks of this job until none is left; returns how many
+  uint32_t ran = 0;
+  uint64_t at = claim.load(std::memory_order_acquire);
+  while (at >> LEFT_BITS == number && (at & LEFT_MASK)) {
+    if (!claim.compare_exchange_weak(at, at - 1, std::memory_order_acq_rel,
+                                     std::memory_order_acquire)) continue;
+    int64_t begin = (job.chunks - (int64_t)(at & LEFT_MASK)) * job.grain;
+    int64_t end = begin + job.grain;
+    job.body(job.context, begin, end < job.count ? end : job.count);
+    ran++;
+    at = claim.load(std::memory_order_acquire);
+  }
+  return ran;
+}
+
+void* worker(void*) {
+  uint64_t seen = claim.load() >> LEFT_BITS;
+  auto called = [&] {
+    return claim.load(std::memory_order_acquire) >> LEFT_BITS != seen || stopping.load();
+  };
+  while (true) {
+    if (!spin(SPIN_NS, called)) {
+      sleepers.fetch_add(1);
+      uint32_t rung = bell.load();
+      if (!called()) sleep_on(bell, rung);
+      continue;
+    }
+    if (stopping.load()) return nullptr;
+    seen = claim.load(std::memory_order_acquire) >> LEFT_BITS;
+    if (uint32_t ran = work(seen)) {
+      done.fetch_add(ran);  // the caller may go on: from here the job is not ours to touch
+      if (caller_sleeps.load()) wake_all(done);
+    }
+  }
+}
+
+void wait_for(uint32_t others) {
+  auto finished = [&] { return done.load() == others; };
+  if (finished()) return;
+  int64_t start = now_ns();
+  while (!spin(SPIN_NS, finished)) {  // a worker was descheduled inside a chunk: give way
+    caller_sleeps.store(1);
+    uint32_t before = done.load();
+    if (before != others) sleep_on(done, before);
+    caller_sleeps.store(0);
+  }
+  int64_t waited = now_ns() - start;
+  if (waited > 1000000) long_waits++;
+  if (waited > longest_wait_ns) longest_wait_ns = waited;
+}
+
+void ring() {
+  if (sleepers.load() && sleepers.exchange(0)) {
+    bell.fetch_add(1);
+    wake_all(bell);
+  }
+}
+
+void stop_workers() {
+  if (home == getpid()) {
+    stopping.store(1);
+    bell.fetch_add(1);
+    wake_all(bell);
+    for (int i = 0; i < num_workers; i++) pthread_join(workers[i], nullptr);
+  } else {
+    in_use.store(0);
+  }
+  num_workers = 0;
+  stopping.store(0);
+  sleepers.store(0);
+}
+
+bool start_workers(int count) {
+  home = getpid();
+  sigset_t all, before;  // signals are the main thread's
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  while (num_workers < count) {
+    if (pthread_create(&workers[num_workers], nullptr, worker, nullptr)) break;
+    num_workers++;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return num_workers == count;
+}
+
+// --- the tiers -----------------------------------------------------------------------------------
+
+const Tier* tier = nullptr;
+
+bool cpu_has(int index) {
+  if (index == 2)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
+           __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma");
+  if (index == 1)
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __builtin_cpu_supports("f16c");
+  return index == 0;
+}
+
+}  // namespace
+
+extern "C" void kagari_parallel(int64_t count, int64_t grain, Body body, void* context) {
+  int64_t chunks = count <= 0 ? 0 : (count + grain - 1) / grain;
+  if (chunks < 2 || chunks > (int64_t)LEFT_MASK || !num_workers || in_use.exchange(1)) {
+    for (int64_t begin = 0; begin < count; begin += grain)
+      body(context, begin, begin + grain < count ? begin + grain : count);
+    return;
+  }
+  jobs++;
+  job = {body, context, count, grain, chunks};
+  done.store(0, std::memory_order_relaxed);
+  uint64_t number = (claim.load(std::memory_order_relaxed) >> LEFT_BITS) + 1;
+  claim.store(number << LEFT_BITS | (uint64_t)chunks);
+  ring();
+  wait_for((uint32_t)chunks - work(number));
+  in_use.store(0);
+}
+
+EXPORT int32_t kagari_open(int32_t index, int32_t threads) {
+  // → the tier (-1 asks for the best); -1: this CPU lacks it; -2: the threads cannot start
+  __builtin_cpu_init();
+  if (index < 0) for (index = 2; !cpu_has(index); ) index--;
+  if (index > 2 || !cpu_has(index)) return -1;
+  stop_workers();
+  const Tier* tiers[] = {&kagari_tier_0, &kagari_tier_1, &kagari_tier_2};
+  tier = tiers[index];
+  if (threads < 1 || threads > MAX_WORKERS + 1 || !start_workers(threads - 1)) {
+    stop_workers();
+    return -2;
+  }
+  return index;
+}
+
+EXPORT void kagari_close() { stop_workers(); }
+
+EXPORT const char* kagari_tier_name() { return tier ? tier->name : ""; }
+
+EXPORT void kagari_run(const Op* ops, int32_t count, const Step* step) {
+  unsigned mode = _mm_getcsr();
+  _mm_setcsr(0x1f80);  // the workers' rounding and subnormals, whatever the caller has set
+  for (int32_t i = 0; i < count; i++) tier->run[ops[i].kind](ops[i].args, step);
+  _mm_setcsr(mode);
+}
+
+EXPORT void kagari_pool_stats(int64_t* out) {  // jobs, waits over 1 ms, longest wait µs, workers
+  int64_t stats[] = {jobs, long_waits, longest_wait_ns / 1000, num_workers};
+  memcpy(out, stats, sizeof stats);
+}
+
+EXPORT void kagari_verify_tags(const int64_t* tags, const int32_t* pages,
+                               const int64_t* generations, const int32_t* rows, int64_t pairs,
+                               uint8_t* wrong) {  // see reference.py; wrong [rows] comes zeroed
+  for (int64_t i = 0; i < pairs; i++) wrong[rows[i]] |= tags[pages[i]] != generations[i];
+}
+
+EXPORT int64_t kagari_sizeof(int32_t index) {  // of the structs, in the file's order
+  static const int64_t sizes[] = {sizeof(Packed), sizeof(Quants), sizeof(Span), sizeof(Step),
+                                  sizeof(Arena), sizeof(Embed), sizeof(Norm), sizeof(Gemm),
+                                  sizeof(Rope), sizeof(Attend), sizeof(Gate), sizeof(Best),
+                                  sizeof(Op)};
+  return index >= 0 && index < 13 ? sizes[index] : -1;
+}
 
 #endif
