@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from array import array
 from collections.abc import Callable
@@ -13,10 +14,12 @@ import torch
 
 from engine.execute.arena import DTYPES, Arena
 from engine.execute.batch import tag_pairs
+from engine.execute.kernels.cpu.library import Library, load
 from engine.execute.kernels.registry import Kernels, kernels_for
 from engine.execute.logprobs import describe
 from engine.execute.models.model import Model
 from engine.execute.models.registry import build_model
+from engine.execute.native_step import corrupt_rows
 from engine.execute.sampling import Choice, sample
 from engine.execute.weights import Checkpoint, CheckpointError, RopeScaling, open_checkpoint
 from engine.schedule.plan import PageCopy, Row, StepPlan, StepResult
@@ -34,9 +37,10 @@ class RunnerConfig:
     page_size: int = 64
     dtype: Precision = "auto"  # bf16 where the CPU multiplies it, else fp32
     kv_dtype: Precision = "auto"  # bf16
-    compute: Literal["exact"] = "exact"
+    compute: Literal["exact", "fast"] = "exact"
+    kernels: Literal["auto", "torch"] = "auto"  # the CPU's own, where they can be built
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int | None = None  # None: torch's own choice
+    threads: int | None = None  # None: a thread for each core
     step_tokens: int = 2048
 
 
@@ -102,6 +106,13 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
+def open_library(config: RunnerConfig, device: torch.device) -> Library | None:
+    """The CPU's own kernels, unless the device, the precision or the machine asks for torch's."""
+    if device.type != "cpu" or config.dtype == "fp32" or config.kernels == "torch":
+        return None
+    return load(threads=config.threads or len(os.sched_getaffinity(0)))
+
+
 def choose_precision(wanted: Precision, device: torch.device) -> Literal["bf16", "fp32"]:
     if wanted != "auto":
         return wanted
@@ -144,7 +155,6 @@ class ModelRunner:
         self.weights_digest = checkpoint.weights_digest
         is_plain = checkpoint.precision in ("fp32", "f32", "fp16", "f16", "bf16")
         self.weights_precision = precision if is_plain else checkpoint.precision
-        self.compute_precision = precision
         layout = PageLayout(
             self.kv_precision,
             facts.num_layers,
@@ -157,6 +167,7 @@ class ModelRunner:
         self.arena = Arena(layout, config.num_pages, device=device)
         self._device = device
         self._kernels: Kernels = kernels_for(device)
+        self._library = open_library(config, device)
         # No position lies behind the pool: a file's word alone must not size the rotary tables.
         self._room = min(config.num_pages * config.page_size, self.context_tokens)
         self.model: Model = build_model(
@@ -165,10 +176,14 @@ class ModelRunner:
             context_tokens=self._room,
             arena=self.arena,
             kernels=self._kernels,
+            library=self._library,
+            max_rows=config.step_tokens,
+            is_fast=config.compute == "fast",
             dtype=DTYPES[precision],
             device=device,
             tell=tell,
         )
+        self.compute_precision = self.model.compute_precision
         self._warm_up(tell)
 
     def _warm_up(self, tell: Progress) -> None:
@@ -297,6 +312,8 @@ class ModelRunner:
 
     def _corrupt_rows(self, rows: tuple[Row, ...], copies: tuple[PageCopy, ...]) -> set[int]:
         """Checked after the reads and before anything is emitted, in one batch."""
+        if self._library is not None:
+            return corrupt_rows(self._library, self.arena.tags, rows, copies)
         pairs = tag_pairs(rows, copies, device=self._device)
         verdict = self._kernels.verify_tags(
             self.arena.tags, pairs.pages, pairs.generations, pairs.rows, num_rows=len(rows)

@@ -77,6 +77,7 @@ class Decoder:
         self._checkpoint, self._wiring, self._arena = checkpoint, wiring, arena
         self.attention, self.rotary, self._kernels = attention, rotary, kernels
         self._dtype, self._device = dtype, device
+        self.compute_precision = "bf16" if dtype == torch.bfloat16 else "fp32"
         self.layers: list[Layer] = []
         for layer in range(config.num_layers):
             self.layers.append(self._load_layer(f"model.layers.{layer}"))

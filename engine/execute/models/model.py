@@ -28,6 +28,11 @@ class Model(Protocol):
     """One forward pass at a time; its residual is kept until the next."""
 
     @property
+    def compute_precision(self) -> str:
+        """What goes into the body's products: bf16 or fp32, or int16 or int8 with a scale for each
+        32 values."""
+
+    @property
     def head_rows(self) -> int:
         """Most rows of one call of head."""
 
