@@ -149,6 +149,23 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
+#if KAGARI_TIER == 2
+inline Ints above(Floats a, Floats b) { return a > b; }  // all ones where it holds
+inline Floats choose(Ints where, Floats a, Floats b) { return where ? a : b; }
+#else  // the compiler would go lane by lane through comparisons wider than its registers
+typedef float Part __attribute__((vector_size(KAGARI_TIER ? 32 : 16)));
+inline Ints above(Floats a, Floats b) {
+  union { Floats whole; Part part[64 / sizeof(Part)]; } x{a}, y{b};
+  union { Ints whole; decltype(x.part[0] > x.part[0]) part[64 / sizeof(Part)]; } result;
+  for (unsigned i = 0; i < 64 / sizeof(Part); i++) result.part[i] = x.part[i] > y.part[i];
+  return result.whole;
+}
+inline Floats choose(Ints where, Floats a, Floats b) {
+  return reinterpret_cast<Floats>((where & reinterpret_cast<Ints>(a)) |
+                                  (~where & reinterpret_cast<Ints>(b)));
+}
+#endif
+
 inline Floats load_bf16(const uint16_t* at) {
   return reinterpret_cast<Floats>(
       __builtin_convertvector(*reinterpret_cast<const Halves*>(at), Ints) << 16);
@@ -158,6 +175,39 @@ inline void store_bf16(uint16_t* at, Floats value) {  // to nearest, ties to eve
   Ints bits = reinterpret_cast<Ints>(value);
   Ints rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   *reinterpret_cast<Halves*>(at) = __builtin_convertvector(rounded, Halves);
+}
+
+inline Floats load_part(const float* at, int count) {  // of 16 lanes; the others are 0
+  Floats value = splat(0);
+  memcpy(&value, at, count * sizeof(float));
+  return value;
+}
+
+inline void store_part(float* at, Floats value, int count) {
+  memcpy(at, &value, count * sizeof(float));
+}
+
+inline float sum(Floats value) {  // of the lanes, halves folded together
+  for (int half = 8; half; half /= 2)
+    for (int i = 0; i < half; i++) value[i] += value[i + half];
+  return value[0];
+}
+
+// e^x, x cut to 88; 0 below -87; within 1 ulp. 2^n e^r with |r| <= ln 2 / 2, polynomial fitted.
+inline Floats exponential(Floats x) {
+  Floats top = splat(88.0f), shift = splat(12582912.0f);  // 1.5 × 2^23: rounds to an integer
+  Floats cut = choose(above(x, top), top, x);
+  Floats shifted = fma(cut, splat(1.44269504f), shift), n = shifted - shift;
+  Floats r = fma(n, splat(-0.693359375f), cut);
+  r = fma(n, splat(2.12194442e-4f), r);
+  Floats p = fma(splat(1.37513888e-3f), r, splat(8.36892333e-3f));
+  p = fma(p, r, splat(4.16695327e-2f));
+  p = fma(p, r, splat(1.66665182e-1f));
+  p = fma(p, r, splat(4.99999881e-1f));
+  p = fma(p, r * r, r) + 1.0f;
+  Ints power = (reinterpret_cast<Ints>(shifted) - 0x4b400000 + 127) << 23;
+  Floats value = p * reinterpret_cast<Floats>(power);
+  return choose(above(splat(-87.0f), x), splat(0), value);
 }
 
 template <class Body>
@@ -175,9 +225,117 @@ void quantize_row(const float* x, const Quants& to, int64_t row);
 
 // --- norms, gates, the best logit ----------------------------------------------------------------
 
-void run_norm(const void*, const Step*) {}
-void run_gate(const void*, const Step*) {}
-void run_best(const void*, const Step*) {}
+inline int64_t rows_a_chunk(int32_t width) { return 8192 / width + 1; }  // some microseconds
+
+// Calls body(column, lanes) for each 16 columns and the rest.
+template <class Body>
+inline void each_vector(int32_t width, const Body& body) {
+  int32_t column = 0;
+  for (; column + 16 <= width; column += 16) body(column, 16);
+  if (column < width) body(column, width - column);
+}
+
+inline Floats load_lanes(const float* at, int lanes) {
+  return lanes == 16 ? load(at) : load_part(at, lanes);
+}
+
+inline void store_lanes(float* at, Floats value, int lanes) {
+  if (lanes == 16) store(at, value); else store_part(at, value, lanes);
+}
+
+inline Floats norm_factor(const float* x, int32_t width, float eps) {  // 1 / root mean square
+  Floats squares = splat(0);
+  each_vector(width, [&](int32_t at, int lanes) {
+    Floats value = load_lanes(x + at, lanes);
+    squares = fma(value, value, squares);
+  });
+  return splat(1.0f / __builtin_sqrtf(sum(squares) / width + eps));
+}
+
+// A row for `out`, else one on the stack that is only quantised; zeros fill it to a whole block.
+inline float* row_or(float* out, int64_t row, int32_t width, float* spare, const Quants* quants) {
+  if (out) return out + row * width;
+  for (int32_t i = width; quants && i < quants->width; i++) spare[i] = 0;
+  return spare;
+}
+
+void run_norm(const void* args, const Step* step) {
+  const Norm& op = *static_cast<const Norm*>(args);
+  int32_t width = op.width, rows = op.only_last ? step->num_last : step->rows;
+  parallel(rows, rows_a_chunk(width), [&](int64_t begin, int64_t end) {
+    float* spare = (float*)__builtin_alloca(sizeof(float) * (width + 32));
+    for (int64_t row = begin; row < end; row++) {
+      float* x = op.x + (op.only_last ? step->last[row] : row) * (int64_t)width;
+      if (op.added) {
+        const float* added = op.added + row * width;
+        Floats factor = op.post ? norm_factor(added, width, op.eps) : splat(1);
+        each_vector(width, [&](int32_t at, int lanes) {
+          Floats value = load_lanes(added + at, lanes);
+          if (op.post) value = value * factor * load_lanes(op.post + at, lanes);
+          store_lanes(x + at, load_lanes(x + at, lanes) + value, lanes);
+        });
+      }
+      if (!op.gain) continue;
+      Floats factor = norm_factor(x, width, op.eps);
+      float* out = row_or(op.out, row, width, spare, op.quants);
+      each_vector(width, [&](int32_t at, int lanes) {
+        Floats value = load_lanes(x + at, lanes) * factor * load_lanes(op.gain + at, lanes);
+        store_lanes(out + at, value, lanes);
+      });
+      if (op.quants) quantize_row(out, *op.quants, row);
+    }
+  });
+}
+
+void run_gate(const void* args, const Step* step) {
+  const Gate& op = *static_cast<const Gate*>(args);
+  int32_t width = op.width;
+  parallel(step->rows, rows_a_chunk(2 * width), [&](int64_t begin, int64_t end) {
+    float* spare = (float*)__builtin_alloca(sizeof(float) * (width + 32));
+    for (int64_t row = begin; row < end; row++) {
+      const float* in = op.in + row * 2 * width;
+      float* out = row_or(op.out, row, width, spare, op.quants);
+      each_vector(width, [&](int32_t at, int lanes) {
+        Floats x = load_lanes(in + at, lanes), t = x;
+        if (op.is_gelu)  // x / (1 + e^-2u) = x (1 + tanh u) / 2, u = √(2/π) (x + 0.044715 x³)
+          t = x * fma(x * x, splat(0.0713548139f), splat(1.59576917f));
+        Floats value = x / (exponential(-t) + 1.0f) * load_lanes(in + width + at, lanes);
+        store_lanes(out + at, value, lanes);
+      });
+      if (op.quants) quantize_row(out, *op.quants, row);
+    }
+  });
+}
+
+void run_best(const void* args, const Step* step) {
+  const Best& op = *static_cast<const Best*>(args);
+  parallel(step->num_last, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const float* logits = op.logits + row * op.columns;
+      Floats best = splat(-__builtin_inff());
+      Ints index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+      Ints ids = index, odd = index;  // odd: below 0 in lanes that met NaN
+      each_vector(op.columns, [&](int32_t at, int lanes) {
+        Floats value = best;  // what is beyond the row is never better
+        if (lanes == 16) value = load(logits + at);
+        else memcpy(&value, logits + at, lanes * sizeof(float));
+        Ints better = above(value, best);
+        best = choose(better, value, best);
+        ids = (better & (index + at)) | (~better & ids);
+        odd |= 0x7f800000 - (reinterpret_cast<Ints>(value) & 0x7fffffff);
+      });
+      int chosen = 0;
+      bool is_number = odd[0] >= 0;
+      for (int i = 1; i < 16; i++) {
+        bool better = best[i] > best[chosen] || (best[i] == best[chosen] && ids[i] < ids[chosen]);
+        if (better) chosen = i;
+        is_number &= odd[i] >= 0;
+      }
+      op.ids[row] = ids[chosen];
+      op.values[row] = is_number ? best[chosen] : __builtin_nanf("");
+    }
+  });
+}
 
 // --- attention -----------------------------------------------------------------------------------
 
