@@ -109,6 +109,7 @@ class NativeDecoder:
         self.head_rows = max(1, min(HEAD_ROWS, MOST_LOGITS // config.vocab_size))
         self.max_rows = max_rows
         self.tables = tables
+        self.context_tokens = next(iter(tables.values()))[0].shape[0]
         self.attention = None if takes_head_size(config.head_dim) else make_attention()
         self._library, self._arena = library, arena
         self._page_size = arena.layout.page_size
@@ -231,6 +232,11 @@ class _Program:
         self.logits = floats(head_rows, config.vocab_size)
         self.best_ids: Array[c_int32] = (c_int32 * model.head_rows)()
         self.best_values: Array[c_float] = (c_float * model.head_rows)()
+        self._threads = library.threads
+        num_floats = library.functions.kagari_attention_scratch(
+            rows, config.num_heads, dim, model.context_tokens, library.threads
+        )
+        self._scratch = zeros(num_floats, dtype=torch.float32)
         # What the last product gave, not yet in the residual.
         self._to_add: dict[str, object] = {}
 
@@ -445,9 +451,11 @@ class _Program:
             arena=arena,
             heads=config.num_heads,
             window=window or 0,
+            scratch=self._scratch.data_ptr(),
+            scratch_floats=len(self._scratch),
+            threads=self._threads,
             **self._attended.targets(out),
         )
-        self._give_scratch(attend)
         self.entries.append(attend)
 
     def _torch_attention(

@@ -151,6 +151,9 @@ class Attend(Structure):
         ("scratch", c_void_p),
         ("heads", c_int32),
         ("window", c_int32),
+        ("scratch_floats", c_int64),
+        ("threads", c_int32),
+        ("padding", c_int32),
     ]
 
 
@@ -197,6 +200,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "kagari_packed_bytes": (c_int64, [c_int64, c_int64, c_int32, c_int32, c_int32, c_int32]),
     "kagari_ggml_form": (c_int32, [c_int32] + [POINTER(c_int32)] * 4),
     "kagari_pack_ggml": (c_int32, [c_int32, c_void_p, c_int64, c_int64, c_void_p, c_void_p]),
+    "kagari_attention_scratch": (c_int64, [c_int32] * 5),
     "kagari_pack": (None, [c_void_p] * 3 + [POINTER(Packed), c_void_p]),
 }
 
