@@ -1124,7 +1124,9 @@ extern "C" const Tier kagari_tier_0 = {"scalar",
 #include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -1143,6 +1145,7 @@ namespace {
 constexpr int LEFT_BITS = 24, MAX_WORKERS = 255;
 constexpr uint64_t LEFT_MASK = (1 << LEFT_BITS) - 1;
 constexpr int64_t SPIN_NS = 100000;  // longer than the gaps between a step's jobs
+constexpr int64_t LOST_NS = 2000000, FIRST_REST_NS = 5000000, LAST_REST_NS = 320000000;
 
 using Body = void (*)(void*, int64_t, int64_t);
 
@@ -1150,11 +1153,14 @@ struct Job { Body body; void* context; int64_t count, grain, chunks; };
 
 alignas(64) std::atomic<uint64_t> claim;
 Job job;
+std::atomic<int> caller_cpu;
 alignas(64) std::atomic<uint32_t> done;    // chunks of this job that workers have finished
 std::atomic<uint32_t> caller_sleeps;
+std::atomic<int64_t> wait_began;
 alignas(64) std::atomic<uint32_t> bell;    // futex of the workers: counts wake-ups
 std::atomic<uint32_t> sleepers;            // at least the workers that sleep or are about to
 std::atomic<uint32_t> stopping;
+std::atomic<int32_t> resting;
 alignas(64) std::atomic<uint32_t> in_use;  // a caller is inside; a second one goes alone
 
 pthread_t workers[MAX_WORKERS];
@@ -1168,8 +1174,9 @@ int64_t now_ns() {
   return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
-void sleep_on(std::atomic<uint32_t>& word, uint32_t value) {
-  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+void sleep_on(std::atomic<uint32_t>& word, uint32_t value, int64_t ns = 0) {  // 0: for good
+  timespec limit{ns / 1000000000, ns % 1000000000};
+  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, ns ? &limit : nullptr, nullptr, 0);
 }
 
 void wake_all(std::atomic<uint32_t>& word) {
@@ -1177,12 +1184,13 @@ void wake_all(std::atomic<uint32_t>& word) {
 }
 
 template <class Ready>
-bool spin(int64_t ns, const Ready& ready) {  // until ready, or for ns
+bool spin(int64_t ns, const Ready& ready, bool gives_way) {  // until ready, or for ns
   for (int64_t start = 0; ; ) {
     for (int i = 0; i < 32; i++) {
       if (ready()) return true;
       _mm_pause();
     }
+    if (gives_way && sched_getcpu() == caller_cpu.load(std::memory_order_relaxed)) return false;
     int64_t now = now_ns();
     if (!start) start = now;
     if (now - start > ns) return false;
@@ -1204,23 +1212,69 @@ uint32_t work(uint64_t number) {  // runs chunks of this job until none is left;
   return ran;
 }
 
+// Where other programs use the CPUs, a worker may be descheduled inside a chunk while the caller
+// waits. One that loses the caller more than a third of the time brings nothing: it rests, for twice
+// as long each time it soon happens again.
+struct Rest {
+  int64_t ns = FIRST_REST_NS, ended = 0, lost = 0, counted = 0;
+  long switches = 0;
+
+  void count() {  // the caller has been waiting for this worker, who may be to blame
+    rusage used;
+    getrusage(RUSAGE_THREAD, &used);
+    bool was_descheduled = used.ru_nivcsw != switches;
+    switches = used.ru_nivcsw;
+    if (!was_descheduled) return;
+    int64_t now = now_ns();
+    lost -= (now - counted) / 3;
+    lost = (lost > 0 ? lost : 0) + now - wait_began.load();
+    counted = now;
+    if (lost > LOST_NS) take();
+  }
+
+  void take() {
+    int64_t now = now_ns();
+    ns = now - ended > 8 * ns ? FIRST_REST_NS : ns < LAST_REST_NS ? 2 * ns : ns;
+    resting.fetch_add(1);
+    for (int64_t end = now + ns; now < end && !stopping.load(); now = now_ns())
+      sleep_on(stopping, 0, end - now);
+    resting.fetch_sub(1);
+    ended = counted = now;
+    lost = 0;
+  }
+};
+
+bool move_away() {  // from the caller's CPU; false where there is no other
+  cpu_set_t allowed, others;
+  if (sched_getaffinity(0, sizeof allowed, &allowed)) return false;
+  others = allowed;
+  CPU_CLR(caller_cpu.load(std::memory_order_relaxed), &others);
+  bool moved = CPU_COUNT(&others) && !sched_setaffinity(0, sizeof others, &others);
+  return moved && !sched_setaffinity(0, sizeof allowed, &allowed);
+}
+
 void* worker(void*) {
+  Rest rest;
   uint64_t seen = claim.load() >> LEFT_BITS;
   auto called = [&] {
     return claim.load(std::memory_order_acquire) >> LEFT_BITS != seen || stopping.load();
   };
   while (true) {
-    if (!spin(SPIN_NS, called)) {
+    if (!spin(SPIN_NS, called, true)) {
       sleepers.fetch_add(1);
       uint32_t rung = bell.load();
       if (!called()) sleep_on(bell, rung);
+      if (sched_getcpu() == caller_cpu.load(std::memory_order_relaxed) && !move_away()) rest.take();
       continue;
     }
     if (stopping.load()) return nullptr;
     seen = claim.load(std::memory_order_acquire) >> LEFT_BITS;
     if (uint32_t ran = work(seen)) {
       done.fetch_add(ran);  // the caller may go on: from here the job is not ours to touch
-      if (caller_sleeps.load()) wake_all(done);
+      if (caller_sleeps.load()) {
+        wake_all(done);
+        rest.count();
+      }
     }
   }
 }
@@ -1229,7 +1283,8 @@ void wait_for(uint32_t others) {
   auto finished = [&] { return done.load() == others; };
   if (finished()) return;
   int64_t start = now_ns();
-  while (!spin(SPIN_NS, finished)) {  // a worker was descheduled inside a chunk: give way
+  wait_began.store(start);
+  while (!spin(SPIN_NS, finished, false)) {  // a worker was descheduled inside a chunk: give way
     caller_sleeps.store(1);
     uint32_t before = done.load();
     if (before != others) sleep_on(done, before);
@@ -1252,6 +1307,7 @@ void stop_workers() {
     stopping.store(1);
     bell.fetch_add(1);
     wake_all(bell);
+    wake_all(stopping);
     for (int i = 0; i < num_workers; i++) pthread_join(workers[i], nullptr);
   } else {
     in_use.store(0);
@@ -1300,6 +1356,7 @@ extern "C" void kagari_parallel(int64_t count, int64_t grain, Body body, void* c
     return;
   }
   jobs++;
+  caller_cpu.store(sched_getcpu(), std::memory_order_relaxed);
   job = {body, context, count, grain, chunks};
   done.store(0, std::memory_order_relaxed);
   uint64_t number = (claim.load(std::memory_order_relaxed) >> LEFT_BITS) + 1;
@@ -1336,7 +1393,7 @@ EXPORT void kagari_run(const Op* ops, int32_t count, const Step* step) {
 }
 
 EXPORT void kagari_pool_stats(int64_t* out) {  // jobs, waits over 1 ms, longest wait µs, workers
-  int64_t stats[] = {jobs, long_waits, longest_wait_ns / 1000, num_workers};
+  int64_t stats[] = {jobs, long_waits, longest_wait_ns / 1000, num_workers - resting.load()};
   memcpy(out, stats, sizeof stats);
 }
 
