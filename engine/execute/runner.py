@@ -28,7 +28,6 @@ from policies.contract.wire import Sampling, TokenLogprob
 
 Precision = Literal["auto", "bf16", "fp32"]
 Progress = Callable[[str, float], None]
-WARM_UP_TOKENS = (1, 16, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +186,10 @@ class ModelRunner:
         self._warm_up(tell)
 
     def _warm_up(self, tell: Progress) -> None:
-        """First calls build kernels; the null page's twin, page 0, is wiped afterwards."""
-        for index, tokens in enumerate(WARM_UP_TOKENS):
-            tell("warm-up", index / len(WARM_UP_TOKENS))
+        """First calls build what is built late; the null page's twin, page 0, is wiped after."""
+        steps = self.model.warm_up_tokens
+        for index, tokens in enumerate(steps):
+            tell("warm-up", index / len(steps))
             count = min(tokens, self._room, self.step_tokens)
             pages = list(range(-(-count // self.arena.layout.page_size)))
             row = Row(

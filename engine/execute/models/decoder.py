@@ -59,6 +59,7 @@ class Decoder:
     layers' window."""
 
     head_rows = HEAD_ROWS
+    warm_up_tokens = (1, 16, 512)  # torch's kernels by numbers of rows
 
     def __init__(
         self,

@@ -33,6 +33,10 @@ class Model(Protocol):
         32 values."""
 
     @property
+    def warm_up_tokens(self) -> tuple[int, ...]:
+        """Of the steps after which no other is slow because it is the first of its kind."""
+
+    @property
     def head_rows(self) -> int:
         """Most rows of one call of head."""
 

@@ -89,6 +89,8 @@ class Activations:
 class NativeDecoder:
     """A models.model.Model on the CPU. One step at a time, of at most max_rows token rows."""
 
+    warm_up_tokens = (1,)
+
     def __init__(
         self,
         checkpoint: Checkpoint,
