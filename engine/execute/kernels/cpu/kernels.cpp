@@ -8,6 +8,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
 // --- what both sides of the file know -----------------------------------------------------------
 
 constexpr int KEY_TILE = 64, KEY_SEGMENT = 256;  // attention: softmax's steps, and what is merged
@@ -118,6 +120,7 @@ struct Op { int32_t kind, padding; const void* args; };
 
 using RunOp = void (*)(const void* args, const Step* step);
 struct Tier { const char* name; RunOp run[7]; };  // by Kind
+extern "C" const Tier kagari_tier_0, kagari_tier_1, kagari_tier_2;
 
 // Calls body(context, begin, end) over [0, count) in runs of `grain`, on all threads of the pool.
 extern "C" void kagari_parallel(int64_t count, int64_t grain,
@@ -125,9 +128,7 @@ extern "C" void kagari_parallel(int64_t count, int64_t grain,
 
 #ifdef KAGARI_TIER  // ==== a tier's kernels =======================================================
 
-#if KAGARI_TIER > 0
 #include <immintrin.h>
-#endif
 
 namespace {
 
@@ -154,6 +155,23 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
+#if KAGARI_TIER == 2
+inline Ints above(Floats a, Floats b) { return a > b; }  // all ones where it holds
+inline Floats choose(Ints where, Floats a, Floats b) { return where ? a : b; }
+#else  // the compiler would go lane by lane through comparisons wider than its registers
+typedef float Part __attribute__((vector_size(KAGARI_TIER ? 32 : 16)));
+inline Ints above(Floats a, Floats b) {
+  union { Floats whole; Part part[64 / sizeof(Part)]; } x{a}, y{b};
+  union { Ints whole; decltype(x.part[0] > x.part[0]) part[64 / sizeof(Part)]; } result;
+  for (unsigned i = 0; i < 64 / sizeof(Part); i++) result.part[i] = x.part[i] > y.part[i];
+  return result.whole;
+}
+inline Floats choose(Ints where, Floats a, Floats b) {
+  return reinterpret_cast<Floats>((where & reinterpret_cast<Ints>(a)) |
+                                  (~where & reinterpret_cast<Ints>(b)));
+}
+#endif
+
 inline Floats load_bf16(const uint16_t* at) {
   return reinterpret_cast<Floats>(
       __builtin_convertvector(*reinterpret_cast<const Halves*>(at), Ints) << 16);
@@ -163,6 +181,39 @@ inline void store_bf16(uint16_t* at, Floats value) {  // to nearest, ties to eve
   Ints bits = reinterpret_cast<Ints>(value);
   Ints rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   *reinterpret_cast<Halves*>(at) = __builtin_convertvector(rounded, Halves);
+}
+
+inline Floats load_part(const float* at, int count) {  // of 16 lanes; the others are 0
+  Floats value = splat(0);
+  memcpy(&value, at, count * sizeof(float));
+  return value;
+}
+
+inline void store_part(float* at, Floats value, int count) {
+  memcpy(at, &value, count * sizeof(float));
+}
+
+inline float sum(Floats value) {  // of the lanes, halves folded together
+  for (int half = 8; half; half /= 2)
+    for (int i = 0; i < half; i++) value[i] += value[i + half];
+  return value[0];
+}
+
+// e^x, x cut to 88; 0 below -87; within 1 ulp. 2^n e^r with |r| <= ln 2 / 2, polynomial fitted.
+inline Floats exponential(Floats x) {
+  Floats top = splat(88.0f), shift = splat(12582912.0f);  // 1.5 × 2^23: rounds to an integer
+  Floats cut = choose(above(x, top), top, x);
+  Floats shifted = fma(cut, splat(1.44269504f), shift), n = shifted - shift;
+  Floats r = fma(n, splat(-0.693359375f), cut);
+  r = fma(n, splat(2.12194442e-4f), r);
+  Floats p = fma(splat(1.37513888e-3f), r, splat(8.36892333e-3f));
+  p = fma(p, r, splat(4.16695327e-2f));
+  p = fma(p, r, splat(1.66665182e-1f));
+  p = fma(p, r, splat(4.99999881e-1f));
+  p = fma(p, r * r, r) + 1.0f;
+  Ints power = (reinterpret_cast<Ints>(shifted) - 0x4b400000 + 127) << 23;
+  Floats value = p * reinterpret_cast<Floats>(power);
+  return choose(above(splat(-87.0f), x), splat(0), value);
 }
 
 template <class Body>
@@ -197,7 +248,117 @@ void quantize_row(const float* x, const Quants& to, int64_t row) {
 
 // --- norms, gates, the best logit ----------------------------------------------------------------
 
-// (section C)
+inline int64_t rows_a_chunk(int32_t width) { return 8192 / width + 1; }  // some microseconds
+
+// Calls body(column, lanes) for each 16 columns and the rest.
+template <class Body>
+inline void each_vector(int32_t width, const Body& body) {
+  int32_t column = 0;
+  for (; column + 16 <= width; column += 16) body(column, 16);
+  if (column < width) body(column, width - column);
+}
+
+inline Floats load_lanes(const float* at, int lanes) {
+  return lanes == 16 ? load(at) : load_part(at, lanes);
+}
+
+inline void store_lanes(float* at, Floats value, int lanes) {
+  if (lanes == 16) store(at, value); else store_part(at, value, lanes);
+}
+
+inline Floats norm_factor(const float* x, int32_t width, float eps) {  // 1 / root mean square
+  Floats squares = splat(0);
+  each_vector(width, [&](int32_t at, int lanes) {
+    Floats value = load_lanes(x + at, lanes);
+    squares = fma(value, value, squares);
+  });
+  return splat(1.0f / __builtin_sqrtf(sum(squares) / width + eps));
+}
+
+// A row for `out`, else one on the stack that is only quantised; zeros fill it to a whole block.
+inline float* row_or(float* out, int64_t row, int32_t width, float* spare, const Quants* quants) {
+  if (out) return out + row * width;
+  for (int32_t i = width; quants && i < quants->width; i++) spare[i] = 0;
+  return spare;
+}
+
+void run_norm(const void* args, const Step* step) {
+  const Norm& op = *static_cast<const Norm*>(args);
+  int32_t width = op.width, rows = op.only_last ? step->num_last : step->rows;
+  parallel(rows, rows_a_chunk(width), [&](int64_t begin, int64_t end) {
+    float* spare = (float*)__builtin_alloca(sizeof(float) * (width + 32));
+    for (int64_t row = begin; row < end; row++) {
+      float* x = op.x + (op.only_last ? step->last[row] : row) * (int64_t)width;
+      if (op.added) {
+        const float* added = op.added + row * width;
+        Floats factor = op.post ? norm_factor(added, width, op.eps) : splat(1);
+        each_vector(width, [&](int32_t at, int lanes) {
+          Floats value = load_lanes(added + at, lanes);
+          if (op.post) value = value * factor * load_lanes(op.post + at, lanes);
+          store_lanes(x + at, load_lanes(x + at, lanes) + value, lanes);
+        });
+      }
+      if (!op.gain) continue;
+      Floats factor = norm_factor(x, width, op.eps);
+      float* out = row_or(op.out, row, width, spare, op.quants);
+      each_vector(width, [&](int32_t at, int lanes) {
+        Floats value = load_lanes(x + at, lanes) * factor * load_lanes(op.gain + at, lanes);
+        store_lanes(out + at, value, lanes);
+      });
+      if (op.quants) quantize_row(out, *op.quants, row);
+    }
+  });
+}
+
+void run_gate(const void* args, const Step* step) {
+  const Gate& op = *static_cast<const Gate*>(args);
+  int32_t width = op.width;
+  parallel(step->rows, rows_a_chunk(2 * width), [&](int64_t begin, int64_t end) {
+    float* spare = (float*)__builtin_alloca(sizeof(float) * (width + 32));
+    for (int64_t row = begin; row < end; row++) {
+      const float* in = op.in + row * 2 * width;
+      float* out = row_or(op.out, row, width, spare, op.quants);
+      each_vector(width, [&](int32_t at, int lanes) {
+        Floats x = load_lanes(in + at, lanes), t = x;
+        if (op.is_gelu)  // x / (1 + e^-2u) = x (1 + tanh u) / 2, u = √(2/π) (x + 0.044715 x³)
+          t = x * fma(x * x, splat(0.0713548139f), splat(1.59576917f));
+        Floats value = x / (exponential(-t) + 1.0f) * load_lanes(in + width + at, lanes);
+        store_lanes(out + at, value, lanes);
+      });
+      if (op.quants) quantize_row(out, *op.quants, row);
+    }
+  });
+}
+
+void run_best(const void* args, const Step* step) {
+  const Best& op = *static_cast<const Best*>(args);
+  parallel(step->num_last, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const float* logits = op.logits + row * op.columns;
+      Floats best = splat(-__builtin_inff());
+      Ints index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+      Ints ids = index, odd = index;  // odd: below 0 in lanes that met NaN
+      each_vector(op.columns, [&](int32_t at, int lanes) {
+        Floats value = best;  // what is beyond the row is never better
+        if (lanes == 16) value = load(logits + at);
+        else memcpy(&value, logits + at, lanes * sizeof(float));
+        Ints better = above(value, best);
+        best = choose(better, value, best);
+        ids = (better & (index + at)) | (~better & ids);
+        odd |= 0x7f800000 - (reinterpret_cast<Ints>(value) & 0x7fffffff);
+      });
+      int chosen = 0;
+      bool is_number = odd[0] >= 0;
+      for (int i = 1; i < 16; i++) {
+        bool better = best[i] > best[chosen] || (best[i] == best[chosen] && ids[i] < ids[chosen]);
+        if (better) chosen = i;
+        is_number &= odd[i] >= 0;
+      }
+      op.ids[row] = ids[chosen];
+      op.values[row] = is_number ? best[chosen] : __builtin_nanf("");
+    }
+  });
+}
 
 // --- attention -----------------------------------------------------------------------------------
 
@@ -213,43 +374,38 @@ constexpr float HIDDEN = -2e30f;    // below FLOOR: its weight is 0 whatever the
 
 typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t LaneInts __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t Quad __attribute__((vector_size(16), aligned(4), may_alias));
 
 inline Lanes& lanes(float* at) { return *reinterpret_cast<Lanes*>(at); }
 inline const Lanes& lanes(const float* at) { return *reinterpret_cast<const Lanes*>(at); }
 inline Lanes spread(float value) { return value - Lanes{}; }
 
-inline Lanes fused(Lanes a, Lanes b, Lanes c) {
 #if KAGARI_TIER == 2
-  return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#define WIDE(name) _mm512_##name
 #elif KAGARI_TIER == 1
-  return (Lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#define WIDE(name) _mm256_##name
+#else
+#define WIDE(name) _mm_##name
+#endif
+
+inline Lanes fused(Lanes a, Lanes b, Lanes c) {
+#if KAGARI_TIER > 0
+  return WIDE(fmadd_ps)(a, b, c);
 #else
   return a * b + c;
 #endif
 }
 
-template <int A, int B, int C, int D>  // in each 16 bytes, of x's (0–3) and y's (4–7) dwords
-inline LaneInts pick(LaneInts x, LaneInts y) {
-  const int from[4] = {A, B, C, D};
-  LaneInts mask;
-  for (int i = 0; i < LANES; i++)
-    mask[i] = (i & ~3) + (from[i & 3] & 3) + from[i & 3] / 4 * LANES;
-  return __builtin_shuffle(x, y, mask);
-}
-
-template <int BY = LANES / 2>
 inline Lanes highest(Lanes value) {  // in every lane
-  LaneInts mask;
-  for (int i = 0; i < LANES; i++) mask[i] = (i + BY) % LANES;
-  Lanes other = __builtin_shuffle(value, mask);
-  value = value > other ? value : other;
-  if constexpr (BY > 1) return highest<BY / 2>(value);
-  return value;
+  union { Lanes whole; __m128 part[LANES / 4]; } parts{value};
+  __m128 best = parts.part[0];
+  for (int i = 1; i < LANES / 4; i++) best = _mm_max_ps(best, parts.part[i]);
+  best = _mm_max_ps(best, _mm_movehl_ps(best, best));
+  best = _mm_max_ps(best, _mm_shuffle_ps(best, best, 1));
+  return spread(_mm_cvtss_f32(best));
 }
 
 // e^x for x ≤ 0, 0 below e^-87; the range reduction and polynomial of Cephes' expf (Moshier, 1992).
-inline Lanes exponential(Lanes x) {
+inline Lanes decay(Lanes x) {
   const float magic = 12582912.0f + 127.0f;  // 1.5 × 2^23: rounds; 127: the exponent's bias
   Lanes clamped = x < -87.0f ? spread(-87.0f) : x;
   Lanes shifted = fused(clamped, spread(1.44269504f), spread(magic)), n = shifted - magic;
@@ -381,31 +537,29 @@ void run_rope(const void* args, const Step* step) {
   });
 }
 
-// The 16 bytes at each of LANES / 4 places.
-inline LaneInts quads(const int32_t* at, int64_t stride) {
-  auto part = [&](int i) { return *reinterpret_cast<const Quad*>(at + i * stride); };
-#if KAGARI_TIER == 2
-  __m512i all = _mm512_castsi128_si512((__m128i)part(0));
-  all = _mm512_inserti32x4(all, (__m128i)part(1), 1);
-  all = _mm512_inserti32x4(all, (__m128i)part(2), 2);
-  return (LaneInts)_mm512_inserti32x4(all, (__m128i)part(3), 3);
-#elif KAGARI_TIER == 1
-  return (LaneInts)_mm256_inserti128_si256(_mm256_castsi128_si256((__m128i)part(0)),
-                                           (__m128i)part(1), 1);
-#else
-  return part(0);
-#endif
-}
-
 // Rows of `dwords` dwords, one a key → `to` [dwords][64], LANES keys at once; bf16 pairs → 2 rows.
 inline void transpose(const int32_t* from, int dwords, bool is_float, float* to) {
-  for (int first = 0; first < dwords; first += 4) {
-    LaneInts row[4];
-    for (int i = 0; i < 4; i++) row[i] = quads(from + i * dwords + first, 4 * dwords);
-    LaneInts a = pick<0, 4, 1, 5>(row[0], row[1]), b = pick<2, 6, 3, 7>(row[0], row[1]);
-    LaneInts c = pick<0, 4, 1, 5>(row[2], row[3]), d = pick<2, 6, 3, 7>(row[2], row[3]);
-    LaneInts turned[4] = {pick<0, 1, 4, 5>(a, c), pick<2, 3, 6, 7>(a, c),
-                          pick<0, 1, 4, 5>(b, d), pick<2, 3, 6, 7>(b, d)};
+  auto quads = [=](int row, int column) {  // 16 bytes of each fourth row
+    auto quad = [=](int i) {
+      return _mm_loadu_si128((const __m128i*)(from + (row + 4 * i) * dwords + column));
+    };
+#if KAGARI_TIER == 2
+    __m512i all = _mm512_inserti32x4(_mm512_castsi128_si512(quad(0)), quad(1), 1);
+    return _mm512_inserti32x4(_mm512_inserti32x4(all, quad(2), 2), quad(3), 3);
+#elif KAGARI_TIER == 1
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(quad(0)), quad(1), 1);
+#else
+    return quad(0);
+#endif
+  };
+  for (int first = 0; first < dwords; first += 4) {  // blocks of 4 × 4 dwords inside 16 bytes
+    auto row0 = quads(0, first), row1 = quads(1, first), row2 = quads(2, first);
+    auto row3 = quads(3, first);
+    auto a = WIDE(unpacklo_epi32)(row0, row1), b = WIDE(unpackhi_epi32)(row0, row1);
+    auto c = WIDE(unpacklo_epi32)(row2, row3), d = WIDE(unpackhi_epi32)(row2, row3);
+    const LaneInts turned[4] = {
+        (LaneInts)WIDE(unpacklo_epi64)(a, c), (LaneInts)WIDE(unpackhi_epi64)(a, c),
+        (LaneInts)WIDE(unpacklo_epi64)(b, d), (LaneInts)WIDE(unpackhi_epi64)(b, d)};
     for (int i = 0; i < 4; i++) {
       if (is_float) {
         lanes(to + (first + i) * KEY_TILE) = reinterpret_cast<Lanes>(turned[i]);
@@ -472,9 +626,9 @@ inline float soften(float* scores, int first, int last, float* high, float* weig
     lanes(scores + i) = score;
   }
   best = highest(best);
-  const float shrink = exponential(spread(*high) - best)[0];
+  const float shrink = decay(spread(*high) - best)[0];
   for (int i = 0; i < KEY_TILE; i += LANES) {
-    Lanes weight = exponential(lanes(scores + i) - best);
+    Lanes weight = decay(lanes(scores + i) - best);
     lanes(scores + i) = weight;
     sum += weight;
   }
@@ -490,8 +644,8 @@ inline void clear_state(float* state, int dim) {
 
 inline void merge_state(float* into, const float* later, int dim) {
   const float high = later[dim] > into[dim] ? later[dim] : into[dim];
-  const float keep = exponential(spread(into[dim] - high))[0];
-  const float add = exponential(spread(later[dim] - high))[0];
+  const float keep = decay(spread(into[dim] - high))[0];
+  const float add = decay(spread(later[dim] - high))[0];
   for (int d = 0; d < dim; d += LANES)
     lanes(into + d) = fused(lanes(later + d), spread(add), lanes(into + d) * keep);
   into[dim] = high;
@@ -535,7 +689,7 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
   const int end = piece.first_segment + piece.num_segments;
   for (int segment = piece.first_segment; segment < end; segment++) {
     for (int r = 0; r < rows; r++) clear_state(work.segment + r * width, dim);
-    memset(work.weights, 0, 4 * rows * LANES);
+    memset(work.weights, 0, sizeof(Lanes) * rows);
     constexpr int TILES = KEY_SEGMENT / KEY_TILE;
     for (int tile = segment * TILES; tile < (segment + 1) * TILES; tile++) {
       const int first_key = tile * KEY_TILE;
@@ -647,25 +801,265 @@ void run_attend(const void* args, const Step* step) {
   });
 }
 
+// (until section A is here)
+void run_embed(const void*, const Step*) {}
+void run_gemm(const void*, const Step*) {}
+
 }  // namespace
 
-#define KAGARI_NAME(tier) KAGARI_NAME_(tier)
-#define KAGARI_NAME_(tier) kagari_tier_##tier
-extern "C" const Tier KAGARI_NAME(KAGARI_TIER);
-extern "C" const Tier KAGARI_NAME(KAGARI_TIER) = {
-    "", {nullptr, nullptr, nullptr, run_rope, run_attend, nullptr, nullptr}};
+#if KAGARI_TIER == 2
+extern "C" const Tier kagari_tier_2 = {"avx512",
+#elif KAGARI_TIER == 1
+extern "C" const Tier kagari_tier_1 = {"avx2",
+#else
+extern "C" const Tier kagari_tier_0 = {"scalar",
+#endif
+    {run_embed, run_norm, run_gemm, run_rope, run_attend, run_gate, run_best},
+};
 
 #else  // ==== the threads and the choice of tier ==================================================
 
+#include <atomic>
+#include <limits.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+#include <xmmintrin.h>
+
+namespace {
+
+// --- the pool ------------------------------------------------------------------------------------
+//
+// A job is cut into chunks. `claim` = job number << 24 | chunks left: a thread owns a chunk once its
+// compare-exchange has taken one off, so a thread that wakes late, with an old job in mind, fails
+// and touches nothing. What the job is may be read by owners of a chunk only; it is written only
+// between jobs, when no chunk is owned. The caller waits for owned chunks, never for a thread that
+// has not woken. (A number recurs after 2^40 jobs: years.)
+
+constexpr int LEFT_BITS = 24, MAX_WORKERS = 255;
+constexpr uint64_t LEFT_MASK = (1 << LEFT_BITS) - 1;
+constexpr int64_t SPIN_NS = 100000;  // longer than the gaps between a step's jobs
+
+using Body = void (*)(void*, int64_t, int64_t);
+
+struct Job { Body body; void* context; int64_t count, grain, chunks; };
+
+alignas(64) std::atomic<uint64_t> claim;
+Job job;
+alignas(64) std::atomic<uint32_t> done;    // chunks of this job that workers have finished
+std::atomic<uint32_t> caller_sleeps;
+alignas(64) std::atomic<uint32_t> bell;    // futex of the workers: counts wake-ups
+std::atomic<uint32_t> sleepers;            // at least the workers that sleep or are about to
+std::atomic<uint32_t> stopping;
+alignas(64) std::atomic<uint32_t> in_use;  // a caller is inside; a second one goes alone
+
+pthread_t workers[MAX_WORKERS];
+int num_workers;
+pid_t home;  // a forked child has no workers to join
+int64_t jobs, long_waits, longest_wait_ns;
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+
+void sleep_on(std::atomic<uint32_t>& word, uint32_t value) {
+  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+
+void wake_all(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+
+template <class Ready>
+bool spin(int64_t ns, const Ready& ready) {  // until ready, or for ns
+  for (int64_t start = 0; ; ) {
+    for (int i = 0; i < 32; i++) {
+      if (ready()) return true;
+      _mm_pause();
+    }
+    int64_t now = now_ns();
+    if (!start) start = now;
+    if (now - start > ns) return false;
+  }
+}
+
+uint32_t work(uint64_t number) {  // runs chunks of this job until none is left; returns how many
+  uint32_t ran = 0;
+  uint64_t at = claim.load(std::memory_order_acquire);
+  while (at >> LEFT_BITS == number && (at & LEFT_MASK)) {
+    if (!claim.compare_exchange_weak(at, at - 1, std::memory_order_acq_rel,
+                                     std::memory_order_acquire)) continue;
+    int64_t begin = (job.chunks - (int64_t)(at & LEFT_MASK)) * job.grain;
+    int64_t end = begin + job.grain;
+    job.body(job.context, begin, end < job.count ? end : job.count);
+    ran++;
+    at = claim.load(std::memory_order_acquire);
+  }
+  return ran;
+}
+
+void* worker(void*) {
+  uint64_t seen = claim.load() >> LEFT_BITS;
+  auto called = [&] {
+    return claim.load(std::memory_order_acquire) >> LEFT_BITS != seen || stopping.load();
+  };
+  while (true) {
+    if (!spin(SPIN_NS, called)) {
+      sleepers.fetch_add(1);
+      uint32_t rung = bell.load();
+      if (!called()) sleep_on(bell, rung);
+      continue;
+    }
+    if (stopping.load()) return nullptr;
+    seen = claim.load(std::memory_order_acquire) >> LEFT_BITS;
+    if (uint32_t ran = work(seen)) {
+      done.fetch_add(ran);  // the caller may go on: from here the job is not ours to touch
+      if (caller_sleeps.load()) wake_all(done);
+    }
+  }
+}
+
+void wait_for(uint32_t others) {
+  auto finished = [&] { return done.load() == others; };
+  if (finished()) return;
+  int64_t start = now_ns();
+  while (!spin(SPIN_NS, finished)) {  // a worker was descheduled inside a chunk: give way
+    caller_sleeps.store(1);
+    uint32_t before = done.load();
+    if (before != others) sleep_on(done, before);
+    caller_sleeps.store(0);
+  }
+  int64_t waited = now_ns() - start;
+  if (waited > 1000000) long_waits++;
+  if (waited > longest_wait_ns) longest_wait_ns = waited;
+}
+
+void ring() {
+  if (sleepers.load() && sleepers.exchange(0)) {
+    bell.fetch_add(1);
+    wake_all(bell);
+  }
+}
+
+void stop_workers() {
+  if (home == getpid()) {
+    stopping.store(1);
+    bell.fetch_add(1);
+    wake_all(bell);
+    for (int i = 0; i < num_workers; i++) pthread_join(workers[i], nullptr);
+  } else {
+    in_use.store(0);
+  }
+  num_workers = 0;
+  stopping.store(0);
+  sleepers.store(0);
+}
+
+bool start_workers(int count) {
+  home = getpid();
+  sigset_t all, before;  // signals are the main thread's
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  while (num_workers < count) {
+    if (pthread_create(&workers[num_workers], nullptr, worker, nullptr)) break;
+    num_workers++;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return num_workers == count;
+}
+
+// --- the tiers -----------------------------------------------------------------------------------
+
+const Tier* tier = nullptr;
+
+bool cpu_has(int index) {
+  if (index == 2)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
+           __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma");
+  if (index == 1)
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __builtin_cpu_supports("f16c");
+  return index == 0;
+}
+
+}  // namespace
+
+extern "C" void kagari_parallel(int64_t count, int64_t grain, Body body, void* context) {
+  int64_t chunks = count <= 0 ? 0 : (count + grain - 1) / grain;
+  if (chunks < 2 || chunks > (int64_t)LEFT_MASK || !num_workers || in_use.exchange(1)) {
+    for (int64_t begin = 0; begin < count; begin += grain)
+      body(context, begin, begin + grain < count ? begin + grain : count);
+    return;
+  }
+  jobs++;
+  job = {body, context, count, grain, chunks};
+  done.store(0, std::memory_order_relaxed);
+  uint64_t number = (claim.load(std::memory_order_relaxed) >> LEFT_BITS) + 1;
+  claim.store(number << LEFT_BITS | (uint64_t)chunks);
+  ring();
+  wait_for((uint32_t)chunks - work(number));
+  in_use.store(0);
+}
+
+EXPORT int32_t kagari_open(int32_t index, int32_t threads) {
+  // → the tier (-1 asks for the best); -1: this CPU lacks it; -2: the threads cannot start
+  __builtin_cpu_init();
+  if (index < 0) for (index = 2; !cpu_has(index); ) index--;
+  if (index > 2 || !cpu_has(index)) return -1;
+  stop_workers();
+  const Tier* tiers[] = {&kagari_tier_0, &kagari_tier_1, &kagari_tier_2};
+  tier = tiers[index];
+  if (threads < 1 || threads > MAX_WORKERS + 1 || !start_workers(threads - 1)) {
+    stop_workers();
+    return -2;
+  }
+  return index;
+}
+
+EXPORT void kagari_close() { stop_workers(); }
+
+EXPORT const char* kagari_tier_name() { return tier ? tier->name : ""; }
+
+EXPORT void kagari_run(const Op* ops, int32_t count, const Step* step) {
+  unsigned mode = _mm_getcsr();
+  _mm_setcsr(0x1f80);  // the workers' rounding and subnormals, whatever the caller has set
+  for (int32_t i = 0; i < count; i++) tier->run[ops[i].kind](ops[i].args, step);
+  _mm_setcsr(mode);
+}
+
+EXPORT void kagari_pool_stats(int64_t* out) {  // jobs, waits over 1 ms, longest wait µs, workers
+  int64_t stats[] = {jobs, long_waits, longest_wait_ns / 1000, num_workers};
+  memcpy(out, stats, sizeof stats);
+}
+
+EXPORT void kagari_verify_tags(const int64_t* tags, const int32_t* pages,
+                               const int64_t* generations, const int32_t* rows, int64_t pairs,
+                               uint8_t* wrong) {  // see reference.py; wrong [rows] comes zeroed
+  for (int64_t i = 0; i < pairs; i++) wrong[rows[i]] |= tags[pages[i]] != generations[i];
+}
+
+EXPORT int64_t kagari_sizeof(int32_t index) {  // of the structs, in the file's order
+  static const int64_t sizes[] = {sizeof(Packed), sizeof(Quants), sizeof(Span), sizeof(Step),
+                                  sizeof(Arena), sizeof(Embed), sizeof(Norm), sizeof(Gemm),
+                                  sizeof(Rope), sizeof(Attend), sizeof(Gate), sizeof(Best),
+                                  sizeof(Op)};
+  return index >= 0 && index < 13 ? sizes[index] : -1;
+}
+
 // Floats of Attend.scratch for steps of so many rows and contexts; with less, less is split.
-extern "C" __attribute__((visibility("default"))) int64_t kagari_attention_scratch(
-    int32_t rows, int32_t heads, int32_t dim, int32_t context_tokens, int32_t threads) {
+EXPORT int64_t kagari_attention_scratch(int32_t rows, int32_t heads, int32_t dim,
+                                        int32_t context_tokens, int32_t threads) {
   const int64_t split = rows < 4 * threads ? rows : 4 * threads;
   const int64_t states = split * heads * (context_tokens / KEY_SEGMENT + 1) * (dim + 16);
   return attention_tables(rows, threads) + (int64_t)rows * heads * dim +
          (states < 1 << 23 ? states : 1 << 23);
 }
-
-// (section C)
 
 #endif
