@@ -129,6 +129,7 @@ extern "C" void kagari_parallel(int64_t count, int64_t grain,
 #ifdef KAGARI_TIER  // ==== a tier's kernels =======================================================
 
 #include <immintrin.h>
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's own header (its bug 105593)
 
 namespace {
 
@@ -573,10 +574,17 @@ inline void transpose(const int32_t* from, int dwords, bool is_float, float* to)
 }
 
 inline void widen(const uint16_t* from, int count, float* to) {
-  typedef uint16_t Narrow __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-  for (int i = 0; i < count; i += LANES)
-    lanes(to + i) = reinterpret_cast<Lanes>(__builtin_convertvector(
-        *reinterpret_cast<const Narrow*>(from + i), LaneInts) << 16);
+  for (int i = 0; i < count; i += LANES) {
+#if KAGARI_TIER == 2
+    __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(from + i)));
+#elif KAGARI_TIER == 1
+    __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(from + i)));
+#else
+    __m128i half = _mm_loadl_epi64((const __m128i*)(from + i));
+    __m128i bits = _mm_unpacklo_epi16(half, _mm_setzero_si128());
+#endif
+    lanes(to + i) = (Lanes)WIDE(slli_epi32)(bits, 16);
+  }
 }
 
 // A tile of one kv head as fp32; keys outside [first, last] become zero and are not read.
@@ -694,8 +702,8 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
     for (int tile = segment * TILES; tile < (segment + 1) * TILES; tile++) {
       const int first_key = tile * KEY_TILE;
       if (first_key > last || first_key + KEY_TILE <= first_seen(attend, start)) continue;
-      load_tile(arena, step.pages + block.span->first_page, kv_head, tile, first_seen(attend, start), last,
-                work);
+      load_tile(arena, step.pages + block.span->first_page, kv_head, tile,
+                first_seen(attend, start), last, work);
       for (int r = 0; r < rows; r += TILE_ROWS) {
         const int count = rows - r < TILE_ROWS ? rows - r : TILE_ROWS;
         float shrinks[TILE_ROWS];
