@@ -564,7 +564,7 @@ inline Floats norm_factor(const float* x, int32_t width, float eps) {  // 1 / ro
   return splat(1.0f / __builtin_sqrtf(sum(squares) / width + eps));
 }
 
-// A row for `out`, else one on the stack that is only quantised; zeros fill it to a whole block.
+// A row of `out` (of whole blocks, if it is quantised too), else `spare`, filled up with zeros.
 inline float* row_or(float* out, int64_t row, int32_t width, float* spare, const Quants* quants) {
   if (out) return out + row * width;
   for (int32_t i = width; quants && i < quants->width; i++) spare[i] = 0;

@@ -284,7 +284,7 @@ def load(*, tier: str | None = None, threads: int = 1) -> Library | None:
     if tier not in (None, *TIERS):
         raise _wrong_tier(field, tier, allowed=", ".join((*TIERS, "off")))
     try:
-        functions = _functions()
+        functions = _built()
     except build.NoKernels as error:
         _absent[:] = [str(error)]
         return None
@@ -302,16 +302,19 @@ def _wrong_tier(field: str, tier: str | None, *, allowed: str) -> ConfigError:
     )
 
 
-@functools.cache
-def _functions() -> ctypes.CDLL:
+def _built() -> ctypes.CDLL:
     path = build.library_file()
     try:
         return open_file(path)
     except OSError:  # whole, but of another system: compile it here
         build.discard(path)
+    try:
         return open_file(build.library_file())
+    except OSError as error:
+        raise build.NoKernels(f"the compiled kernels cannot be loaded: {error}") from error
 
 
+@functools.cache
 def open_file(path: Path) -> ctypes.CDLL:
     """The functions of a library file, with types. Raises OSError, or AttributeError when one is
     missing."""
