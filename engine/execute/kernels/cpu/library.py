@@ -151,6 +151,9 @@ class Attend(Structure):
         ("scratch", c_void_p),
         ("heads", c_int32),
         ("window", c_int32),
+        ("scratch_floats", c_int64),
+        ("threads", c_int32),
+        ("padding", c_int32),
     ]
 
 
@@ -191,6 +194,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "kagari_close": (None, []),
     "kagari_tier_name": (c_char_p, []),
     "kagari_run": (None, [c_void_p, c_int32, POINTER(Step)]),
+    "kagari_attention_scratch": (c_int64, [c_int32] * 5),
     "kagari_pool_stats": (None, [POINTER(c_int64)]),
     "kagari_verify_tags": (None, [c_void_p] * 4 + [c_int64, c_void_p]),
     "kagari_sizeof": (c_int64, [c_int32]),
@@ -320,9 +324,7 @@ def open_file(path: Path) -> ctypes.CDLL:
     missing."""
     functions = ctypes.CDLL(str(path))
     for name, (result, arguments) in FUNCTIONS.items():
-        function = getattr(functions, name, None)
-        if function is None:  # until every part of kernels.cpp is here
-            continue
+        function = getattr(functions, name)
         function.restype, function.argtypes = result, arguments
     for index, struct in enumerate(STRUCTS):
         size = functions.kagari_sizeof(index)
