@@ -145,9 +145,8 @@ static inline float from_half(uint16_t half) {
 
 #ifdef KAGARI_TIER  // ==== a tier's kernels =======================================================
 
-#if KAGARI_TIER > 0
 #include <immintrin.h>
-#endif
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's own header (its bug 105593)
 
 namespace {
 
@@ -572,7 +571,7 @@ inline Floats norm_factor(const float* x, int32_t width, float eps) {  // 1 / ro
   return splat(1.0f / __builtin_sqrtf(sum(squares) / width + eps));
 }
 
-// A row for `out`, else one on the stack that is only quantised; zeros fill it to a whole block.
+// A row of `out` (of whole blocks, if it is quantised too), else `spare`, filled up with zeros.
 inline float* row_or(float* out, int64_t row, int32_t width, float* spare, const Quants* quants) {
   if (out) return out + row * width;
   for (int32_t i = width; quants && i < quants->width; i++) spare[i] = 0;
@@ -671,43 +670,38 @@ constexpr float HIDDEN = -2e30f;    // below FLOOR: its weight is 0 whatever the
 
 typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t LaneInts __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t Quad __attribute__((vector_size(16), aligned(4), may_alias));
 
 inline Lanes& lanes(float* at) { return *reinterpret_cast<Lanes*>(at); }
 inline const Lanes& lanes(const float* at) { return *reinterpret_cast<const Lanes*>(at); }
 inline Lanes spread(float value) { return value - Lanes{}; }
 
-inline Lanes fused(Lanes a, Lanes b, Lanes c) {
 #if KAGARI_TIER == 2
-  return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#define WIDE(name) _mm512_##name
 #elif KAGARI_TIER == 1
-  return (Lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#define WIDE(name) _mm256_##name
+#else
+#define WIDE(name) _mm_##name
+#endif
+
+inline Lanes fused(Lanes a, Lanes b, Lanes c) {
+#if KAGARI_TIER > 0
+  return WIDE(fmadd_ps)(a, b, c);
 #else
   return a * b + c;
 #endif
 }
 
-template <int A, int B, int C, int D>  // in each 16 bytes, of x's (0–3) and y's (4–7) dwords
-inline LaneInts pick(LaneInts x, LaneInts y) {
-  const int from[4] = {A, B, C, D};
-  LaneInts mask;
-  for (int i = 0; i < LANES; i++)
-    mask[i] = (i & ~3) + (from[i & 3] & 3) + from[i & 3] / 4 * LANES;
-  return __builtin_shuffle(x, y, mask);
-}
-
-template <int BY = LANES / 2>
 inline Lanes highest(Lanes value) {  // in every lane
-  LaneInts mask;
-  for (int i = 0; i < LANES; i++) mask[i] = (i + BY) % LANES;
-  Lanes other = __builtin_shuffle(value, mask);
-  value = value > other ? value : other;
-  if constexpr (BY > 1) return highest<BY / 2>(value);
-  return value;
+  union { Lanes whole; __m128 part[LANES / 4]; } parts{value};
+  __m128 best = parts.part[0];
+  for (int i = 1; i < LANES / 4; i++) best = _mm_max_ps(best, parts.part[i]);
+  best = _mm_max_ps(best, _mm_movehl_ps(best, best));
+  best = _mm_max_ps(best, _mm_shuffle_ps(best, best, 1));
+  return spread(_mm_cvtss_f32(best));
 }
 
 // e^x for x ≤ 0, 0 below e^-87; the range reduction and polynomial of Cephes' expf (Moshier, 1992).
-inline Lanes exponential_of(Lanes x) {
+inline Lanes decay(Lanes x) {
   const float magic = 12582912.0f + 127.0f;  // 1.5 × 2^23: rounds; 127: the exponent's bias
   Lanes clamped = x < -87.0f ? spread(-87.0f) : x;
   Lanes shifted = fused(clamped, spread(1.44269504f), spread(magic)), n = shifted - magic;
@@ -839,31 +833,29 @@ void run_rope(const void* args, const Step* step) {
   });
 }
 
-// The 16 bytes at each of LANES / 4 places.
-inline LaneInts quads(const int32_t* at, int64_t stride) {
-  auto part = [&](int i) { return *reinterpret_cast<const Quad*>(at + i * stride); };
-#if KAGARI_TIER == 2
-  __m512i all = _mm512_castsi128_si512((__m128i)part(0));
-  all = _mm512_inserti32x4(all, (__m128i)part(1), 1);
-  all = _mm512_inserti32x4(all, (__m128i)part(2), 2);
-  return (LaneInts)_mm512_inserti32x4(all, (__m128i)part(3), 3);
-#elif KAGARI_TIER == 1
-  return (LaneInts)_mm256_inserti128_si256(_mm256_castsi128_si256((__m128i)part(0)),
-                                           (__m128i)part(1), 1);
-#else
-  return part(0);
-#endif
-}
-
 // Rows of `dwords` dwords, one a key → `to` [dwords][64], LANES keys at once; bf16 pairs → 2 rows.
 inline void transpose(const int32_t* from, int dwords, bool is_float, float* to) {
-  for (int first = 0; first < dwords; first += 4) {
-    LaneInts row[4];
-    for (int i = 0; i < 4; i++) row[i] = quads(from + i * dwords + first, 4 * dwords);
-    LaneInts a = pick<0, 4, 1, 5>(row[0], row[1]), b = pick<2, 6, 3, 7>(row[0], row[1]);
-    LaneInts c = pick<0, 4, 1, 5>(row[2], row[3]), d = pick<2, 6, 3, 7>(row[2], row[3]);
-    LaneInts turned[4] = {pick<0, 1, 4, 5>(a, c), pick<2, 3, 6, 7>(a, c),
-                          pick<0, 1, 4, 5>(b, d), pick<2, 3, 6, 7>(b, d)};
+  auto quads = [=](int row, int column) {  // 16 bytes of each fourth row
+    auto quad = [=](int i) {
+      return _mm_loadu_si128((const __m128i*)(from + (row + 4 * i) * dwords + column));
+    };
+#if KAGARI_TIER == 2
+    __m512i all = _mm512_inserti32x4(_mm512_castsi128_si512(quad(0)), quad(1), 1);
+    return _mm512_inserti32x4(_mm512_inserti32x4(all, quad(2), 2), quad(3), 3);
+#elif KAGARI_TIER == 1
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(quad(0)), quad(1), 1);
+#else
+    return quad(0);
+#endif
+  };
+  for (int first = 0; first < dwords; first += 4) {  // blocks of 4 × 4 dwords inside 16 bytes
+    auto row0 = quads(0, first), row1 = quads(1, first), row2 = quads(2, first);
+    auto row3 = quads(3, first);
+    auto a = WIDE(unpacklo_epi32)(row0, row1), b = WIDE(unpackhi_epi32)(row0, row1);
+    auto c = WIDE(unpacklo_epi32)(row2, row3), d = WIDE(unpackhi_epi32)(row2, row3);
+    const LaneInts turned[4] = {
+        (LaneInts)WIDE(unpacklo_epi64)(a, c), (LaneInts)WIDE(unpackhi_epi64)(a, c),
+        (LaneInts)WIDE(unpacklo_epi64)(b, d), (LaneInts)WIDE(unpackhi_epi64)(b, d)};
     for (int i = 0; i < 4; i++) {
       if (is_float) {
         lanes(to + (first + i) * KEY_TILE) = reinterpret_cast<Lanes>(turned[i]);
@@ -877,10 +869,17 @@ inline void transpose(const int32_t* from, int dwords, bool is_float, float* to)
 }
 
 inline void widen(const uint16_t* from, int count, float* to) {
-  typedef uint16_t Narrow __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-  for (int i = 0; i < count; i += LANES)
-    lanes(to + i) = reinterpret_cast<Lanes>(__builtin_convertvector(
-        *reinterpret_cast<const Narrow*>(from + i), LaneInts) << 16);
+  for (int i = 0; i < count; i += LANES) {
+#if KAGARI_TIER == 2
+    __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(from + i)));
+#elif KAGARI_TIER == 1
+    __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(from + i)));
+#else
+    __m128i half = _mm_loadl_epi64((const __m128i*)(from + i));
+    __m128i bits = _mm_unpacklo_epi16(half, _mm_setzero_si128());
+#endif
+    lanes(to + i) = (Lanes)WIDE(slli_epi32)(bits, 16);
+  }
 }
 
 // A tile of one kv head as fp32; keys outside [first, last] become zero and are not read.
@@ -930,9 +929,9 @@ inline float soften(float* scores, int first, int last, float* high, float* weig
     lanes(scores + i) = score;
   }
   best = highest(best);
-  const float shrink = exponential_of(spread(*high) - best)[0];
+  const float shrink = decay(spread(*high) - best)[0];
   for (int i = 0; i < KEY_TILE; i += LANES) {
-    Lanes weight = exponential_of(lanes(scores + i) - best);
+    Lanes weight = decay(lanes(scores + i) - best);
     lanes(scores + i) = weight;
     sum += weight;
   }
@@ -948,8 +947,8 @@ inline void clear_state(float* state, int dim) {
 
 inline void merge_state(float* into, const float* later, int dim) {
   const float high = later[dim] > into[dim] ? later[dim] : into[dim];
-  const float keep = exponential_of(spread(into[dim] - high))[0];
-  const float add = exponential_of(spread(later[dim] - high))[0];
+  const float keep = decay(spread(into[dim] - high))[0];
+  const float add = decay(spread(later[dim] - high))[0];
   for (int d = 0; d < dim; d += LANES)
     lanes(into + d) = fused(lanes(later + d), spread(add), lanes(into + d) * keep);
   into[dim] = high;
@@ -993,13 +992,13 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
   const int end = piece.first_segment + piece.num_segments;
   for (int segment = piece.first_segment; segment < end; segment++) {
     for (int r = 0; r < rows; r++) clear_state(work.segment + r * width, dim);
-    memset(work.weights, 0, 4 * rows * LANES);
+    memset(work.weights, 0, sizeof(Lanes) * rows);
     constexpr int TILES = KEY_SEGMENT / KEY_TILE;
     for (int tile = segment * TILES; tile < (segment + 1) * TILES; tile++) {
       const int first_key = tile * KEY_TILE;
       if (first_key > last || first_key + KEY_TILE <= first_seen(attend, start)) continue;
-      load_tile(arena, step.pages + block.span->first_page, kv_head, tile, first_seen(attend, start), last,
-                work);
+      load_tile(arena, step.pages + block.span->first_page, kv_head, tile,
+                first_seen(attend, start), last, work);
       for (int r = 0; r < rows; r += TILE_ROWS) {
         const int count = rows - r < TILE_ROWS ? rows - r : TILE_ROWS;
         float shrinks[TILE_ROWS];
@@ -1104,7 +1103,6 @@ void run_attend(const void* args, const Step* step) {
     }
   });
 }
-
 
 }  // namespace
 
@@ -1566,8 +1564,8 @@ EXPORT void kagari_pack(const uint8_t* quants, const float* scales, const float*
 }
 
 // Floats of Attend.scratch for steps of so many rows and contexts; with less, less is split.
-extern "C" __attribute__((visibility("default"))) int64_t kagari_attention_scratch(
-    int32_t rows, int32_t heads, int32_t dim, int32_t context_tokens, int32_t threads) {
+EXPORT int64_t kagari_attention_scratch(int32_t rows, int32_t heads, int32_t dim,
+                                        int32_t context_tokens, int32_t threads) {
   const int64_t split = rows < 4 * threads ? rows : 4 * threads;
   const int64_t states = split * heads * (context_tokens / KEY_SEGMENT + 1) * (dim + 16);
   return attention_tables(rows, threads) + (int64_t)rows * heads * dim +
