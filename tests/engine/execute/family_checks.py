@@ -11,7 +11,11 @@ from engine.execute.models.model import Head
 from engine.execute.runner import ModelRunner
 from policies.contract.wire import Sampling
 
-GAPS = {"fp32": 1e-3, "bf16": 0.1}  # of the two best logits: closer ones are not compared
+GAPS = {
+    "fp32": 1e-3,
+    "int16": 0.02,
+    "bf16": 0.1,
+}  # of the two best logits: closer ones are not compared
 RANDOM = Sampling(max_tokens=99, temperature=1.3, top_p=0.95, top_k=40, seed=11)
 
 

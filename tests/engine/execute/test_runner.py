@@ -17,9 +17,13 @@ from policies.contract.wire import Sampling
 GREEDY = Sampling(max_tokens=9, temperature=0.0)
 
 
-@pytest.fixture(scope="module")
-def runner(tiny_folder: Any, make_runner: Any) -> ModelRunner:
-    made: ModelRunner = make_runner(tiny_folder())
+@pytest.fixture(scope="module", params=["fp32", "native"])
+def runner(
+    request: pytest.FixtureRequest, tiny_folder: Any, tiny_gguf: Any, make_runner: Any
+) -> ModelRunner:
+    is_native = request.param == "native"
+    path = tiny_gguf("llama") if is_native else tiny_folder()
+    made: ModelRunner = make_runner(path, precision=request.param)
     return made
 
 
