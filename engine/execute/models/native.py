@@ -123,6 +123,7 @@ class NativeDecoder:
             progress((layer + 1) / (config.num_layers + 1))
         program.head()
         self.compute_precision = program.precision
+        self.fallbacks = sum(callable(entry) for entry in program.entries)
         self._kept = program  # and all that its ops point to
         self._ops = cpu.program([entry for entry in program.entries if not callable(entry)])
         self._body = _slices(program.entries[: program.head_at], 0)
