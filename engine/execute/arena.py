@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from engine.execute.host_memory import zeros
 from engine.store.page_codec import PageLayout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -31,7 +32,12 @@ class Arena:
         )
         # Tiers and transfers write here too, outside of any inference mode.
         with torch.inference_mode(False):
-            self.pages = torch.zeros(shape, dtype=DTYPES[layout.precision], device=device)
+            dtype = DTYPES[layout.precision]
+            self.pages = (
+                zeros(*shape, dtype=dtype)
+                if device.type == "cpu"
+                else torch.zeros(shape, dtype=dtype, device=device)
+            )
             self.tags = torch.zeros(num_pages, dtype=torch.int64, device=device)
 
     def assign(self, assigned: Sequence[tuple[int, int]]) -> None:

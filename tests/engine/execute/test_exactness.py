@@ -104,7 +104,7 @@ def test_fixed_shapes_are_exact_too(
     tiny_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a machine's kernels depend on shapes, one tile and one attention shape remain."""
-    monkeypatch.setattr(tiny_runner.attention, "is_wide", False)
+    monkeypatch.setattr(tiny_runner.model.attention, "is_wide", False)
     monkeypatch.setattr(tiny_runner.model, "tiles", type(tiny_runner.model.tiles)((16,)))
     steps = Steps(tiny_runner)
     prompts = prompts_of(tiny_runner, 5, 80)

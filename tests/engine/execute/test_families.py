@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.execute.models.registry import MODELS
+from engine.execute.models.registry import WIRINGS
 from engine.execute.weights import open_checkpoint
 from engine.execute.weights.families import FAMILIES
 from tests.engine.execute.family_checks import assert_equals_peer, run_every_way
@@ -91,7 +91,7 @@ def test_family_from_gguf_equals_transformers_on_the_dequantised_weights(
 
 
 def test_family_names_of_files_and_of_models_are_the_same() -> None:
-    assert set(MODELS) == set(FAMILIES)
+    assert set(WIRINGS) == set(FAMILIES)
 
 
 LONG_GEMMA = {
@@ -111,7 +111,7 @@ def test_gemma3_family_skips_key_blocks_before_the_window_and_equals_transformer
     """At the window's edges and far behind whole key blocks."""
     model = tiny_model("gemma3", LONG_GEMMA)
     runner = make_runner(save(model, tmp_path), num_pages=160)
-    block = runner.attention.shapes.key_block
+    block = runner.model.attention.shapes.key_block
     lengths = (99, 100, 101, block + 99, block + 100, 2 * block + 137)
     assert_equals_peer(runner, model, [prompt_of(length) for length in lengths], tokens=3)
 
@@ -134,7 +134,7 @@ def test_gemma3_family_is_exact_behind_skipped_key_blocks(
     runner = make_runner(
         save(tiny_model("gemma3", LONG_GEMMA), tmp_path), precision=precision, num_pages=700
     )
-    block = runner.attention.shapes.key_block
+    block = runner.model.attention.shapes.key_block
     prompts = [prompt_of(length) for length in (20, block + 90, 2 * block + 101)]
     run_every_way(runner, prompts, 4, chunk_sizes=((1 << 20,), (333, 64, 1), (700,)))
 
