@@ -29,8 +29,9 @@ class Stepper:
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
-        can_overlap = isinstance(runner, AheadRunner) and runner.runs_ahead
-        self._ahead = runner if overlap and can_overlap else None
+        self._ahead: AheadRunner | None = None
+        if overlap and isinstance(runner, AheadRunner) and runner.runs_ahead:
+            self._ahead = runner
         self._clock = clock
         self._is_computing = False
 
