@@ -123,6 +123,7 @@ class NativeDecoder:
             progress((layer + 1) / (config.num_layers + 1))
         program.head()
         self.compute_precision = program.precision
+        self.fallbacks = sum(callable(entry) for entry in program.entries)
         self._kept = program  # and all that its ops point to
         self._ops = cpu.program([entry for entry in program.entries if not callable(entry)])
         self._body = _slices(program.entries[: program.head_at], 0)
@@ -164,14 +165,15 @@ class NativeDecoder:
         best = [
             token if isfinite(value) else None for token, value in zip(tokens, values, strict=True)
         ]
-        return Head(self._kept.logits[:count], best)
+        return Head(self._kept.logits, count, best)
 
     def _run(self, slices: Sequence[range | Fallback]) -> None:
         for part in slices:
             if isinstance(part, range):
                 self._library.run(self._ops, self._step.step, start=part.start, count=len(part))
             else:
-                part(self._step)
+                with torch.inference_mode():
+                    part(self._step)
 
 
 def _slices(entries: Sequence[Args | Fallback], first: int) -> list[range | Fallback]:
