@@ -1363,30 +1363,54 @@ bool move_away() {  // from the caller's CPU; false where there is no other
   return moved && !sched_setaffinity(0, sizeof allowed, &allowed);
 }
 
-void* worker(void*) {
-  Rest rest;
-  uint64_t seen = claim.load() >> LEFT_BITS;
+// A program beside its caller: the first worker that sees it runs it as a caller would, unless the
+// one who posted it comes to wait for it before; who waits helps like a worker.
+enum : uint32_t { NONE, POSTED, TAKEN, FINISHED };
+struct Posted { const Op* ops; int32_t count; const Step* step; } posted;
+std::atomic<uint32_t> posted_state;
+
+bool run_posted();
+
+void ring() {
+  if (sleepers.load() && sleepers.exchange(0)) {
+    bell.fetch_add(1);
+    wake_all(bell);
+  }
+}
+
+template <class Over>
+void serve(const Over& over, Rest* rest) {  // job after job until over; rest: a worker's
+  uint64_t seen = (claim.load() >> LEFT_BITS) - 1;
   auto called = [&] {
-    return claim.load(std::memory_order_acquire) >> LEFT_BITS != seen || stopping.load();
+    return claim.load(std::memory_order_acquire) >> LEFT_BITS != seen || over() ||
+           (rest && posted_state.load(std::memory_order_relaxed) == POSTED);
   };
   while (true) {
     if (!spin(SPIN_NS, called, true)) {
       sleepers.fetch_add(1);
       uint32_t rung = bell.load();
       if (!called()) sleep_on(bell, rung);
-      if (sched_getcpu() == caller_cpu.load(std::memory_order_relaxed) && !move_away()) rest.take();
+      bool in_the_way = sched_getcpu() == caller_cpu.load(std::memory_order_relaxed);
+      if (in_the_way && !move_away() && rest) rest->take();
       continue;
     }
-    if (stopping.load()) return nullptr;
+    if (over()) return;
+    if (rest && run_posted()) continue;
     seen = claim.load(std::memory_order_acquire) >> LEFT_BITS;
     if (uint32_t ran = work(seen)) {
       done.fetch_add(ran);  // the caller may go on: from here the job is not ours to touch
       if (caller_sleeps.load()) {
         wake_all(done);
-        rest.count();
+        if (rest) rest->count();
       }
     }
   }
+}
+
+void* worker(void*) {
+  Rest rest;
+  serve([] { return stopping.load() != 0; }, &rest);
+  return nullptr;
 }
 
 void wait_for(uint32_t others) {
@@ -1403,13 +1427,6 @@ void wait_for(uint32_t others) {
   int64_t waited = now_ns() - start;
   if (waited > 1000000) long_waits++;
   if (waited > longest_wait_ns) longest_wait_ns = waited;
-}
-
-void ring() {
-  if (sleepers.load() && sleepers.exchange(0)) {
-    bell.fetch_add(1);
-    wake_all(bell);
-  }
 }
 
 void stop_workers() {
@@ -1499,6 +1516,35 @@ EXPORT void kagari_run(const Op* ops, int32_t count, const Step* step) {
   unsigned mode = _mm_getcsr();
   _mm_setcsr(0x1f80);  // the workers' rounding and subnormals, whatever the caller has set
   for (int32_t i = 0; i < count; i++) tier->run[ops[i].kind](ops[i].args, step);
+  _mm_setcsr(mode);
+}
+
+namespace {
+
+bool run_posted() {
+  uint32_t expected = POSTED;
+  if (!posted_state.compare_exchange_strong(expected, TAKEN)) return false;
+  kagari_run(posted.ops, posted.count, posted.step);
+  posted_state.store(FINISHED);
+  ring();
+  return true;
+}
+
+}  // namespace
+
+// kagari_run beside the caller, who goes on at once; one at a time, and then kagari_finish.
+EXPORT void kagari_start(const Op* ops, int32_t count, const Step* step) {
+  posted = {ops, count, step};
+  posted_state.store(POSTED);
+  ring();
+}
+
+EXPORT void kagari_finish() {
+  unsigned mode = _mm_getcsr();
+  _mm_setcsr(0x1f80);
+  if (posted_state.load() != NONE && !run_posted())
+    serve([] { return posted_state.load() == FINISHED; }, nullptr);
+  posted_state.store(NONE);
   _mm_setcsr(mode);
 }
 
