@@ -146,7 +146,8 @@ static inline float from_half(uint16_t half) {
 #ifdef KAGARI_TIER  // ==== a tier's kernels =======================================================
 
 #include <immintrin.h>
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's own header (its bug 105593)
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own header (its bug 105593)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
 namespace {
 
@@ -717,6 +718,25 @@ inline Lanes decay(Lanes x) {
   return x < -87.0f ? Lanes{} : p * power;
 }
 
+struct Run {  // sixteen keys and values [dim] of a page, of which begin … end - 1 may be read
+  const char* keys;
+  const char* values;
+  int begin, end;
+};
+
+struct Ahead {  // keys and values that come next, fetched line by line between other work
+  const char* keys;
+  const char* values;
+
+  Ahead from(int64_t offset) const { return {keys + offset, values + offset}; }
+
+  // Always inline: GCC 12 takes a function that does nothing else for one without effect.
+  __attribute__((always_inline)) void fetch(int64_t offset) const {
+    __builtin_prefetch(keys + offset, 0, 2);
+    __builtin_prefetch(values + offset, 0, 2);
+  }
+};
+
 inline Lanes widened(const float* at) { return lanes(at); }
 
 inline Lanes widened(const uint16_t* at) {  // bf16
@@ -733,7 +753,8 @@ inline Lanes widened(const uint16_t* at) {  // bf16
 // c [rows][columns] = c × scales (0 if null) + a [rows][depth] · b [depth][columns], ascending.
 template <int ROWS, int COLUMNS, class Element>
 inline void multiply_tile(const float* a, int64_t a_stride, const Element* b, int64_t b_stride,
-                          float* c, int64_t c_stride, const float* scales, int depth) {
+                          float* c, int64_t c_stride, const float* scales, int depth,
+                          Ahead ahead) {
   Lanes sums[ROWS][COLUMNS] = {};
   if (scales)
 #pragma GCC unroll 8
@@ -742,6 +763,7 @@ inline void multiply_tile(const float* a, int64_t a_stride, const Element* b, in
       for (int j = 0; j < COLUMNS; j++)
         sums[r][j] = lanes(c + r * c_stride + j * LANES) * scales[r];
   for (int d = 0; d < depth; d++, b += b_stride) {
+    if (sizeof(Element) == 2) ahead.fetch(d * COLUMNS * LANES);
     Lanes column[COLUMNS];
 #pragma GCC unroll 8
     for (int j = 0; j < COLUMNS; j++) column[j] = widened(b + j * LANES);
@@ -758,19 +780,22 @@ inline void multiply_tile(const float* a, int64_t a_stride, const Element* b, in
     for (int j = 0; j < COLUMNS; j++) lanes(c + r * c_stride + j * LANES) = sums[r][j];
 }
 
+// With bf16 also fetches depth × columns bytes of what is ahead.
 template <int ROWS, class Element>
 void multiply(int rows, const float* a, int64_t a_stride, const Element* b, int columns, float* c,
-              int64_t c_stride, const float* scales, int depth) {
+              int64_t c_stride, const float* scales, int depth, Ahead ahead) {
   if (rows < ROWS) {
     if constexpr (ROWS > 1)
-      multiply<ROWS - 1>(rows, a, a_stride, b, columns, c, c_stride, scales, depth);
+      multiply<ROWS - 1>(rows, a, a_stride, b, columns, c, c_stride, scales, depth, ahead);
     return;
   }
   int at = 0;
   for (; at + TILE_COLUMNS * LANES <= columns; at += TILE_COLUMNS * LANES)
-    multiply_tile<ROWS, TILE_COLUMNS>(a, a_stride, b + at, columns, c + at, c_stride, scales, depth);
+    multiply_tile<ROWS, TILE_COLUMNS>(a, a_stride, b + at, columns, c + at, c_stride, scales, depth,
+                                      ahead.from(depth * at));
   for (; at < columns; at += LANES)
-    multiply_tile<ROWS, 1>(a, a_stride, b + at, columns, c + at, c_stride, scales, depth);
+    multiply_tile<ROWS, 1>(a, a_stride, b + at, columns, c + at, c_stride, scales, depth,
+                           ahead.from(depth * at));
 }
 
 struct Workspace {  // a thread's own; a state: weighted values [dim], highest score, sum of weights
@@ -875,15 +900,17 @@ inline Lanes high_half(LaneInts pair) {
 
 // Scores of LANES keys [dim] for a few queries [dim]: what `multiply` gives, without its copy of keys.
 template <int ROWS, bool IS_FLOAT>
-void score_keys(int rows, const float* queries, const int32_t* keys, int dwords, float* scores) {
+void score_keys(int rows, const float* queries, const int32_t* keys, int dwords, float* scores,
+                Ahead ahead) {
   if (rows < ROWS) {
     if constexpr (ROWS > 1)
-      score_keys<ROWS - 1, IS_FLOAT>(rows, queries, keys, dwords, scores);
+      score_keys<ROWS - 1, IS_FLOAT>(rows, queries, keys, dwords, scores, ahead);
     return;
   }
   const int dim = IS_FLOAT ? dwords : 2 * dwords;
   Lanes sums[ROWS] = {};
   for (int first = 0; first < dwords; first += 4) {
+    for (int i = 0; i < 8 * LANES; i += 64) ahead.fetch(2 * first * LANES + i);
     const Turned turned = turn_rows(keys, dwords, first);
     auto add = [&](int d, Lanes column) {
 #pragma GCC unroll 8
@@ -903,12 +930,6 @@ void score_keys(int rows, const float* queries, const int32_t* keys, int dwords,
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++) lanes(scores + r * KEY_TILE) = sums[r];
 }
-
-struct Run {  // sixteen keys and values [dim] of a page, of which begin … end - 1 may be read
-  const char* keys;
-  const char* values;
-  int begin, end;
-};
 
 inline Run find_run(const Arena& arena, const int32_t* pages, int kv_head, int key, int first,
                     int last) {
@@ -930,11 +951,6 @@ inline const int32_t* whole_keys(const Run& run, int row, float* copy) {
   memcpy(reinterpret_cast<char*>(copy) + run.begin * row, run.keys + run.begin * row,
          (run.end - run.begin) * row);
   return reinterpret_cast<const int32_t*>(copy);
-}
-
-// Always inline: GCC 12 takes a function that does nothing else for one without effect.
-__attribute__((always_inline)) inline void prefetch(const char* at, int bytes) {
-  if (at) for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
 }
 
 // A tile as fp32: keys [dim][64], values [64][dim]; zero where a run must not be read.
@@ -1052,19 +1068,18 @@ void attend_many(const Rows& of, int tile, const Run* runs, Workspace& work) {
   for (int r = 0; r < of.count; r += TILE_ROWS) {
     const int count = of.count - r < TILE_ROWS ? of.count - r : TILE_ROWS;
     multiply<TILE_ROWS>(count, work.queries + r * dim, dim, work.keys, KEY_TILE, work.scores,
-                        KEY_TILE, nullptr, dim);
+                        KEY_TILE, nullptr, dim, {});
     soften_rows(of, tile, r, count, work, shrinks);
     multiply<TILE_ROWS>(count, work.scores, KEY_TILE, work.values, dim, work.segment + r * width,
-                        width, shrinks, KEY_TILE);
+                        width, shrinks, KEY_TILE, {});
   }
 }
 
-// At most TILE_ROWS rows: keys and values are used as they are read; `next` is fetched meanwhile.
+// At most TILE_ROWS rows: keys and values are used as they are read.
 template <class Element>
-void attend_few(const Rows& of, int tile, const Run* runs, const Run* next, Workspace& work) {
+void attend_few(const Rows& of, int tile, const Run* runs, const Ahead* ahead, Workspace& work) {
   const int dim = of.dim, row = dim * (int)sizeof(Element), dwords = row / 4;
   for (int g = 0; g < KEY_TILE / 16; g++) {
-    prefetch(next[g].keys, 16 * row);
     if (runs[g].begin >= runs[g].end) {  // hidden from all: any finite scores
       for (int r = 0; r < of.count; r++) memset(work.scores + r * KEY_TILE + 16 * g, 0, 64);
       continue;
@@ -1072,17 +1087,16 @@ void attend_few(const Rows& of, int tile, const Run* runs, const Run* next, Work
     const int32_t* keys = whole_keys(runs[g], row, work.copy);
     for (int i = 0; i < 16; i += LANES)
       score_keys<TILE_ROWS, sizeof(Element) == 4>(of.count, work.queries, keys + i * dwords, dwords,
-                                                  work.scores + 16 * g + i);
+                                                  work.scores + 16 * g + i, ahead[g].from(2 * i * dwords));
   }
   float scales[2][TILE_ROWS] = {{}, {1, 1, 1, 1, 1, 1}};  // of the first run of values, of others
   soften_rows(of, tile, 0, of.count, work, scales[0]);
   for (int g = 0, later = 0; g < KEY_TILE / 16; g++) {
-    prefetch(next[g].values, 16 * row);
     const int begin = runs[g].begin, count = runs[g].end - begin;
     if (count <= 0) continue;
     multiply<TILE_ROWS>(of.count, work.scores + 16 * g + begin, KEY_TILE,
                         reinterpret_cast<const Element*>(runs[g].values) + begin * dim, dim,
-                        work.segment, dim + 16, scales[later], count);
+                        work.segment, dim + 16, scales[later], count, ahead[g].from(8 * row));
     later = 1;
   }
 }
@@ -1109,6 +1123,7 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
                          tile * KEY_TILE + 16 * i, first, end_key);
   };
   Run runs[2][KEY_TILE / 16];
+  Ahead ahead[KEY_TILE / 16];
   constexpr int TILES = KEY_SEGMENT / KEY_TILE;
   const int first_tile = piece.first_segment * TILES > first / KEY_TILE
       ? piece.first_segment * TILES : first / KEY_TILE;
@@ -1117,13 +1132,18 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
     const Run* now = runs[tile & 1];
     Run* next = runs[~tile & 1];
     find_runs(tile + 1, next);
+    for (int i = 0; i < KEY_TILE / 16; i++) {
+      const bool is_any = next[i].begin < next[i].end;
+      const char* nowhere = reinterpret_cast<const char*>(work.values);
+      ahead[i] = {is_any ? next[i].keys : nowhere, is_any ? next[i].values : nowhere};
+    }
     if (tile == first_tile || tile % TILES == 0) {
       for (int r = 0; r < of.count; r++) clear_state(work.segment + r * width, dim);
       memset(work.weights, 0, sizeof(Lanes) * of.count);
     }
     if (of.count > TILE_ROWS) attend_many(of, tile, now, work);
-    else if (of.is_float) attend_few<float>(of, tile, now, next, work);
-    else attend_few<uint16_t>(of, tile, now, next, work);
+    else if (of.is_float) attend_few<float>(of, tile, now, ahead, work);
+    else attend_few<uint16_t>(of, tile, now, ahead, work);
     if ((tile + 1) % TILES && (tile + 1) * KEY_TILE <= end_key) continue;
     for (int r = 0; r < of.count; r++) {
       float* state = work.segment + r * width;
