@@ -692,30 +692,28 @@ inline Lanes fused(Lanes a, Lanes b, Lanes c) {
 #endif
 }
 
-inline Lanes highest(Lanes value) {  // in every lane
+inline float highest(Lanes value) {
   union { Lanes whole; __m128 part[LANES / 4]; } parts{value};
   __m128 best = parts.part[0];
   for (int i = 1; i < LANES / 4; i++) best = _mm_max_ps(best, parts.part[i]);
   best = _mm_max_ps(best, _mm_movehl_ps(best, best));
   best = _mm_max_ps(best, _mm_shuffle_ps(best, best, 1));
-  return spread(_mm_cvtss_f32(best));
+  return _mm_cvtss_f32(best);
 }
 
-// e^x for x ≤ 0, 0 below e^-87; the range reduction and polynomial of Cephes' expf (Moshier, 1992).
-inline Lanes decay(Lanes x) {
+inline Lanes larger(Lanes a, Lanes b) { return WIDE(max_ps)(a, b); }  // b if one is not a number
+
+// 2^x for x ≤ 0, 0 below 2^-126.5; reduction to |r| ≤ 1/2 and polynomial of Cephes' exp2f.
+inline Lanes power_of_two(Lanes x) {
   const float magic = 12582912.0f + 127.0f;  // 1.5 × 2^23: rounds; 127: the exponent's bias
-  Lanes clamped = x < -87.0f ? spread(-87.0f) : x;
-  Lanes shifted = fused(clamped, spread(1.44269504f), spread(magic)), n = shifted - magic;
-  Lanes r = fused(n, spread(-0.693359375f), clamped);
-  r = fused(n, spread(2.12194440e-4f), r);
-  Lanes p = fused(spread(1.9875691500e-4f), r, spread(1.3981999507e-3f));
-  p = fused(p, r, spread(8.3334519073e-3f));
-  p = fused(p, r, spread(4.1665795894e-2f));
-  p = fused(p, r, spread(1.6666665459e-1f));
-  p = fused(p, r, spread(5.0000001201e-1f));
-  p = fused(p, r * r, r) + 1.0f;
-  Lanes power = reinterpret_cast<Lanes>(reinterpret_cast<LaneInts>(shifted) << 23);
-  return x < -87.0f ? Lanes{} : p * power;
+  const Lanes cut = larger(spread(-126.9f), x), shifted = cut + magic, r = cut - (shifted - magic);
+  Lanes p = fused(spread(1.535336188e-4f), r, spread(1.339887440e-3f));
+  p = fused(p, r, spread(9.618437357e-3f));
+  p = fused(p, r, spread(5.550332471e-2f));
+  p = fused(p, r, spread(2.402264791e-1f));
+  p = fused(p, r, spread(6.931472028e-1f));
+  p = fused(p, r, spread(1));
+  return p * reinterpret_cast<Lanes>(reinterpret_cast<LaneInts>(shifted) << 23);
 }
 
 struct Run {  // sixteen keys and values [dim] of a page, of which begin … end - 1 may be read
@@ -982,30 +980,6 @@ void load_tile(const Run* runs, int dim, bool is_float, Workspace& work) {
   }
 }
 
-// One row's scores → weights. Only keys first … last of the tile are seen. Returns by how much the
-// row's earlier sums shrink.
-inline float soften(float* scores, int first, int last, float* high, float* weights) {
-  Lanes best = spread(*high), sum = {};
-  LaneInts key;
-  for (int i = 0; i < LANES; i++) key[i] = i;
-  for (int i = 0; i < KEY_TILE; i += LANES, key += LANES) {
-    Lanes score = lanes(scores + i);
-    score = (key >= first) & (key <= last) ? score : spread(HIDDEN);
-    best = score > best ? score : best;
-    lanes(scores + i) = score;
-  }
-  best = highest(best);
-  const float shrink = decay(spread(*high) - best)[0];
-  for (int i = 0; i < KEY_TILE; i += LANES) {
-    Lanes weight = decay(lanes(scores + i) - best);
-    lanes(scores + i) = weight;
-    sum += weight;
-  }
-  lanes(weights) = lanes(weights) * shrink + sum;
-  *high = best[0];
-  return shrink;
-}
-
 inline void clear_state(float* state, int dim) {
   memset(state, 0, 4 * (dim + 16));
   state[dim] = FLOOR;
@@ -1013,8 +987,8 @@ inline void clear_state(float* state, int dim) {
 
 inline void merge_state(float* into, const float* later, int dim) {
   const float high = later[dim] > into[dim] ? later[dim] : into[dim];
-  const float keep = decay(spread(into[dim] - high))[0];
-  const float add = decay(spread(later[dim] - high))[0];
+  const float keep = power_of_two(spread(into[dim] - high))[0];
+  const float add = power_of_two(spread(later[dim] - high))[0];
   for (int d = 0; d < dim; d += LANES)
     lanes(into + d) = fused(lanes(later + d), spread(add), lanes(into + d) * keep);
   into[dim] = high;
@@ -1048,15 +1022,34 @@ struct Rows {  // what a work item attends with: the block's rows of one kv head
   bool is_float;
 };
 
-// Scores of rows `first` … first + count - 1 → weights; shrinks: what the rows' earlier sums lose.
-void soften_rows(const Rows& of, int tile, int first, int count, Workspace& work,
-                 float* shrinks) {
+// Scores of rows first … first + count - 1 → weights; shrinks: what their earlier sums become.
+void soften(const Rows& of, int tile, int first, int count, Workspace& work, float* shrinks) {
+  float best[16] = {}, before[16] = {};
   for (int i = 0; i < count; i++) {
-    const int row = first + i, position = of.start + row / of.group;
-    shrinks[i] = soften(work.scores + i * KEY_TILE,
-                        first_seen(of.window, position) - tile * KEY_TILE,
-                        position - tile * KEY_TILE,
-                        work.segment + row * (of.dim + 16) + of.dim, work.weights + row * LANES);
+    float* const scores = work.scores + i * KEY_TILE;
+    const int position = of.start + (first + i) / of.group;
+    const int begin = first_seen(of.window, position) - tile * KEY_TILE;
+    const int end = position - tile * KEY_TILE;
+    if (begin > 0 || end < KEY_TILE - 1) {
+      LaneInts key;
+      for (int j = 0; j < LANES; j++) key[j] = j;
+      for (int j = 0; j < KEY_TILE; j += LANES, key += LANES)
+        lanes(scores + j) = (key >= begin) & (key <= end) ? lanes(scores + j) : spread(HIDDEN);
+    }
+    float* const high = work.segment + (first + i) * (of.dim + 16) + of.dim;
+    Lanes top = spread(before[i] = *high);
+    for (int j = 0; j < KEY_TILE; j += LANES) top = larger(lanes(scores + j), top);
+    best[i] = *high = highest(top);
+  }
+  for (int i = 0; i < TILE_ROWS; i += LANES)
+    lanes(before + i) = power_of_two(lanes(before + i) - lanes(best + i));
+  for (int i = 0; i < count; i++) {
+    Lanes sum = {};
+    for (int j = i * KEY_TILE; j < (i + 1) * KEY_TILE; j += LANES)
+      sum += lanes(work.scores + j) = power_of_two(lanes(work.scores + j) - best[i]);
+    float* const weights = work.weights + (first + i) * LANES;
+    lanes(weights) = lanes(weights) * before[i] + sum;
+    shrinks[i] = before[i];
   }
 }
 
@@ -1069,7 +1062,7 @@ void attend_many(const Rows& of, int tile, const Run* runs, Workspace& work) {
     const int count = of.count - r < TILE_ROWS ? of.count - r : TILE_ROWS;
     multiply<TILE_ROWS>(count, work.queries + r * dim, dim, work.keys, KEY_TILE, work.scores,
                         KEY_TILE, nullptr, dim, {});
-    soften_rows(of, tile, r, count, work, shrinks);
+    soften(of, tile, r, count, work, shrinks);
     multiply<TILE_ROWS>(count, work.scores, KEY_TILE, work.values, dim, work.segment + r * width,
                         width, shrinks, KEY_TILE, {});
   }
@@ -1090,7 +1083,7 @@ void attend_few(const Rows& of, int tile, const Run* runs, const Ahead* ahead, W
                                                   work.scores + 16 * g + i, ahead[g].from(2 * i * dwords));
   }
   float scales[2][TILE_ROWS] = {{}, {1, 1, 1, 1, 1, 1}};  // of the first run of values, of others
-  soften_rows(of, tile, 0, of.count, work, scales[0]);
+  soften(of, tile, 0, of.count, work, scales[0]);
   for (int g = 0, later = 0; g < KEY_TILE / 16; g++) {
     const int begin = runs[g].begin, count = runs[g].end - begin;
     if (count <= 0) continue;
@@ -1109,9 +1102,11 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
   const Rows of = {dim, group, block.tokens * group, block.span->start + block.first_token,
                      attend.window, arena.is_float != 0};
   const int64_t token = block.span->first_row + block.first_token;
-  for (int t = 0; t < block.tokens; t++)
-    memcpy(work.queries + t * group * dim,
-           attend.queries + ((token + t) * attend.heads + kv_head * group) * dim, 4 * group * dim);
+  for (int t = 0; t < block.tokens; t++) {
+    const float* from = attend.queries + ((token + t) * attend.heads + kv_head * group) * dim;
+    float* const to = work.queries + t * group * dim;  // × log2 e: the softmax is of powers of two
+    for (int i = 0; i < group * dim; i += LANES) lanes(to + i) = lanes(from + i) * 1.44269504f;
+  }
   for (int r = 0; r < of.count; r++) clear_state(work.merged + r * width, dim);
 
   const int first = first_seen(attend.window, of.start), last = of.start + block.tokens - 1;
