@@ -1053,18 +1053,22 @@ void soften(const Rows& of, int tile, int first, int count, Workspace& work, flo
   }
 }
 
-// Many rows: the tile's keys and values are turned and widened once for all.
+// Many rows: the tile's keys and values are turned and widened once for all. Values behind the last
+// that a row sees have weight 0 and are left out, as are whole tiles that it does not see.
 void attend_many(const Rows& of, int tile, const Run* runs, Workspace& work) {
-  const int dim = of.dim, width = dim + 16;
+  const int dim = of.dim, width = dim + 16, first_key = tile * KEY_TILE;
   float shrinks[TILE_ROWS];
   load_tile(runs, dim, of.is_float, work);
   for (int r = 0; r < of.count; r += TILE_ROWS) {
     const int count = of.count - r < TILE_ROWS ? of.count - r : TILE_ROWS;
+    const int seen = of.start + (r + count - 1) / of.group - first_key + 1;
+    const int first = first_seen(of.window, of.start + r / of.group);
+    if (seen <= 0 || first >= first_key + KEY_TILE) continue;
     multiply<TILE_ROWS>(count, work.queries + r * dim, dim, work.keys, KEY_TILE, work.scores,
                         KEY_TILE, nullptr, dim, {});
     soften(of, tile, r, count, work, shrinks);
     multiply<TILE_ROWS>(count, work.scores, KEY_TILE, work.values, dim, work.segment + r * width,
-                        width, shrinks, KEY_TILE, {});
+                        width, shrinks, seen < KEY_TILE ? seen : KEY_TILE, {});
   }
 }
 
