@@ -360,6 +360,15 @@ inline Ints dot(Ints sum, Bytes weights, const int8_t* high, const int8_t* low) 
 }
 #endif
 
+inline Floats as_floats(Ints same) {  // of equal lanes, which GCC would convert one by one
+  return KAGARI_TIER == 2 ? __builtin_convertvector(same, Floats)
+                          : splat(static_cast<float>(same[0]));
+}
+
+inline Bytes nibbles(Bytes both, int shift) {  // compilers take byte shifts apart
+  return reinterpret_cast<Bytes>((reinterpret_cast<Ints>(both) >> shift) & 0x0f0f0f0f);
+}
+
 constexpr int MOST_ROWS = KAGARI_TIER == 2 ? 4 : 2;    // held in registers, by two tiles
 constexpr int GROUP_ROWS = 64, PANEL_BLOCKS = 24;      // rows, and blocks of inputs, of a panel
 constexpr int DIRECT_ROWS = 12;                        // more are worth a panel
@@ -383,8 +392,8 @@ void widen(const Packed& from, const uint8_t* run, int blocks, uint8_t (*to)[768
   for (int b = 0; b < blocks; b++, run += run_bytes(from)) {
     for (int i = 0; i < 256; i += 64) {
       const Bytes both = *reinterpret_cast<const Bytes*>(run + i);
-      *reinterpret_cast<Bytes*>(to[b] + i) = both & 15;
-      *reinterpret_cast<Bytes*>(to[b] + i + 256) = both >> 4;
+      *reinterpret_cast<Bytes*>(to[b] + i) = nibbles(both, 0);
+      *reinterpret_cast<Bytes*>(to[b] + i + 256) = nibbles(both, 4);
     }
     for (int i = 0; i < count; i++)
       store(reinterpret_cast<float*>(to[b] + 512) + 16 * i,
@@ -395,6 +404,7 @@ void widen(const Packed& from, const uint8_t* run, int blocks, uint8_t (*to)[768
 // Adds to sums[r][tile] the products of row + r with the runs of that tile, or of both tiles.
 // Meanwhile `fetch` bytes of the next runs come for each block.
 template <int Rows, bool Low, int Bits>
+__attribute__((noinline))  // alone it gets the registers it needs
 void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64_t row,
               float (*sums)[2][16]) {
   constexpr int Tiles = Rows == 1 ? 1 : 2;
@@ -421,7 +431,7 @@ void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64
         for (int t = 0; t < Tiles; t++) {
           const int quad = Bits == 8 ? 4 * half + i : i;
           Bytes weights = *reinterpret_cast<const Bytes*>(at[t] + 64 * quad);
-          if (Bits == 4) weights = half ? weights >> 4 : weights & 15;
+          if (Bits == 4) weights = nibbles(weights, 4 * half);
           for (int r = 0; r < Rows; r++) {
             const int64_t four = r * width + half * 16 + i * 4;
 #if KAGARI_TIER == 2
@@ -455,8 +465,8 @@ void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64
           const int minima = 64 * Bits + (which + runs.is_halved + 1) * size;
           const Floats minimum = load_number(at[t] + minima, runs.wide);
           for (int r = 0; r < Rows; r++)
-            result[r][t] = fma(minimum, __builtin_convertvector(total[r], Floats) *
-                                            scales[r * (width / 32)], result[r][t]);
+            result[r][t] = fma(minimum, as_floats(total[r]) * scales[r * (width / 32)],
+                               result[r][t]);
         }
       for (int r = 0; r < Rows; r++)
         for (int t = 0; t < Tiles; t++) dots[r][t] = lows[r][t] = Ints{};
