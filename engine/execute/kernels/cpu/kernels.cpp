@@ -88,7 +88,7 @@ struct Rope {  // turns queries and keys, scales queries, writes keys and values
   float eps, query_scale;
 };
 
-struct Attend {
+struct Attend {  // dim a multiple of 16 up to 256, at most 96 heads a kv head, pages of 16 × 2^n
   const float* queries;  // [rows][heads × dim]
   Arena arena;
   float* out;            // [rows][heads × dim], or null
@@ -935,7 +935,7 @@ inline Lanes high_half(LaneInts pair) {
   return reinterpret_cast<Lanes>(pair & (int32_t)0xffff0000);
 }
 
-// Scores of LANES keys [dim] for a few queries [dim]: what `multiply` gives, without its copy of keys.
+// Scores of LANES keys [dim] for a few queries [dim]: what `multiply` gives, without a copy of keys.
 template <int ROWS, bool IS_FLOAT>
 void score_keys(int rows, const float* queries, const int32_t* keys, int dwords, float* scores,
                 Ahead ahead) {
@@ -971,7 +971,8 @@ void score_keys(int rows, const float* queries, const int32_t* keys, int dwords,
 inline Run find_run(const Arena& arena, const int32_t* pages, int kv_head, int key, int first,
                     int last) {
   const int row = arena.dim * (arena.is_float ? 4 : 2);
-  Run run = {nullptr, nullptr, key < first ? first - key : 0, key + 15 > last ? last - key + 1 : 16};
+  Run run = {nullptr, nullptr, key < first ? first - key : 0, 16};
+  if (key + 15 > last) run.end = last - key + 1;
   if (run.begin >= run.end) return run;
   const int64_t page = pages[key / arena.page_size], head = (int64_t)arena.page_size * row;
   run.keys = static_cast<const char*>(arena.data) + kv_head * head +
@@ -1006,9 +1007,10 @@ void load_tile(const Run* runs, int dim, bool is_float, Workspace& work) {
       for (int first = 0; first < row / 4; first += 4) {
         const Turned turned = turn_rows(keys + i * row / 4, row / 4, first);
         for (int j = 0; j < 4; j++) {
+          const LaneInts dword = turned.dword[j];
           float* to = work.keys + (first + j) * (is_float ? 1 : 2) * KEY_TILE + at + i;
-          lanes(to) = is_float ? reinterpret_cast<Lanes>(turned.dword[j]) : low_half(turned.dword[j]);
-          if (!is_float) lanes(to + KEY_TILE) = high_half(turned.dword[j]);
+          lanes(to) = is_float ? reinterpret_cast<Lanes>(dword) : low_half(dword);
+          if (!is_float) lanes(to + KEY_TILE) = high_half(dword);
         }
       }
     }
@@ -1045,7 +1047,7 @@ struct Block {  // consecutive tokens of a span
   int32_t left;   // work items not done
 };
 
-struct Piece { int32_t block, first_segment, num_segments; };  // × kv heads: the work items
+struct Piece { int32_t block, first_key, last_key; };  // of whole segments; × kv heads: work items
 
 void write_state(const Attend& attend, float* out, const Block& block, int kv_head, int row,
                  const float* state) {
@@ -1122,8 +1124,9 @@ void attend_few(const Rows& of, int tile, const Run* runs, const Ahead* ahead, W
     }
     const int32_t* keys = whole_keys(runs[g], row, work.copy);
     for (int i = 0; i < 16; i += LANES)
-      score_keys<TILE_ROWS, sizeof(Element) == 4>(of.count, work.queries, keys + i * dwords, dwords,
-                                                  work.scores + 16 * g + i, ahead[g].from(2 * i * dwords));
+      score_keys<TILE_ROWS, sizeof(Element) == 4>(
+          of.count, work.queries, keys + i * dwords, dwords, work.scores + 16 * g + i,
+          ahead[g].from(2 * i * dwords));
   }
   float scales[2][TILE_ROWS] = {{}, {1, 1, 1, 1, 1, 1}};  // of the first run of values, of others
   soften(of, tile, 0, of.count, work, scales[0]);
@@ -1137,13 +1140,23 @@ void attend_few(const Rows& of, int tile, const Run* runs, const Ahead* ahead, W
   }
 }
 
+constexpr int TILE_RUNS = KEY_TILE / 16;
+
+void find_tile(const Attend& attend, const Step& step, const Block& block, const Piece& piece,
+               int kv_head, int tile, Run* runs) {
+  for (int i = 0; i < TILE_RUNS; i++)
+    runs[i] = find_run(attend.arena, step.pages + block.span->first_page, kv_head,
+                       tile * KEY_TILE + 16 * i, piece.first_key, piece.last_key);
+}
+
+// A work item. `after`: the first tile of this thread's next one, empty runs if it is not known.
 void attend_piece(const Attend& attend, const Step& step, float* out, const Block& block,
-                  const Piece& piece, int kv_head) {
+                  const Piece& piece, int kv_head, const Run* after) {
   Workspace& work = workspace;
   const Arena& arena = attend.arena;
   const int dim = arena.dim, width = dim + 16, group = attend.heads / arena.kv_heads;
   const Rows of = {dim, group, block.tokens * group, block.span->start + block.first_token,
-                     attend.window, arena.is_float != 0};
+                   attend.window, arena.is_float != 0};
   const int64_t token = block.span->first_row + block.first_token;
   for (int t = 0; t < block.tokens; t++) {
     const float* from = attend.queries + ((token + t) * attend.heads + kv_head * group) * dim;
@@ -1152,28 +1165,19 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
   }
   for (int r = 0; r < of.count; r++) clear_state(work.merged + r * width, dim);
 
-  const int first = first_seen(attend.window, of.start), last = of.start + block.tokens - 1;
-  const int end = piece.first_segment + piece.num_segments;
-  const int end_key = last < end * KEY_SEGMENT ? last : end * KEY_SEGMENT - 1;
-  auto find_runs = [&](int tile, Run* runs) {
-    for (int i = 0; i < KEY_TILE / 16; i++)
-      runs[i] = find_run(arena, step.pages + block.span->first_page, kv_head,
-                         tile * KEY_TILE + 16 * i, first, end_key);
-  };
-  Run runs[2][KEY_TILE / 16];
-  Ahead ahead[KEY_TILE / 16];
   constexpr int TILES = KEY_SEGMENT / KEY_TILE;
-  const int first_tile = piece.first_segment * TILES > first / KEY_TILE
-      ? piece.first_segment * TILES : first / KEY_TILE;
-  find_runs(first_tile, runs[first_tile & 1]);
-  for (int tile = first_tile; tile * KEY_TILE <= end_key; tile++) {
-    const Run* now = runs[tile & 1];
-    Run* next = runs[~tile & 1];
-    find_runs(tile + 1, next);
-    for (int i = 0; i < KEY_TILE / 16; i++) {
-      const bool is_any = next[i].begin < next[i].end;
+  const int first_tile = piece.first_key / KEY_TILE, last_tile = piece.last_key / KEY_TILE;
+  Run runs[2][TILE_RUNS];
+  find_tile(attend, step, block, piece, kv_head, first_tile, runs[first_tile & 1]);
+  for (int tile = first_tile; tile <= last_tile; tile++) {
+    const Run* const now = runs[tile & 1];
+    Run* const next = runs[~tile & 1];
+    if (tile < last_tile) find_tile(attend, step, block, piece, kv_head, tile + 1, next);
+    else memcpy(next, after, sizeof runs[0]);
+    Ahead ahead[TILE_RUNS];
+    for (int i = 0; i < TILE_RUNS; i++) {
       const char* nowhere = reinterpret_cast<const char*>(work.values);
-      ahead[i] = {is_any ? next[i].keys : nowhere, is_any ? next[i].values : nowhere};
+      ahead[i] = {next[i].keys ? next[i].keys : nowhere, next[i].keys ? next[i].values : nowhere};
     }
     if (tile == first_tile || tile % TILES == 0) {
       for (int r = 0; r < of.count; r++) clear_state(work.segment + r * width, dim);
@@ -1182,7 +1186,7 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
     if (of.count > TILE_ROWS) attend_many(of, tile, now, work);
     else if (of.is_float) attend_few<float>(of, tile, now, ahead, work);
     else attend_few<uint16_t>(of, tile, now, ahead, work);
-    if ((tile + 1) % TILES && (tile + 1) * KEY_TILE <= end_key) continue;
+    if ((tile + 1) % TILES && tile < last_tile) continue;
     for (int r = 0; r < of.count; r++) {
       float* state = work.segment + r * width;
       for (int i = 0; i < LANES; i++) state[dim + 1] += work.weights[r * LANES + i];
@@ -1258,16 +1262,27 @@ void run_attend(const void* args, const Step* step) {
       each = each * share / cost(block);
       if (each < 1) each = 1;
     }
+    const int start = block.span->start + block.first_token;
+    const int first = first_seen(attend.window, start), last = start + block.tokens - 1;
     for (int s = 0; s < block.num_segments; s += each, block.left += kv_heads) {
-      const int left = block.num_segments - s;
-      pieces[num_pieces++] = {b, block.first_segment + s, left < each ? left : each};
+      const int begin = (block.first_segment + s) * KEY_SEGMENT, end = begin + each * KEY_SEGMENT;
+      pieces[num_pieces++] = {b, begin > first ? begin : first, end > last ? last : end - 1};
     }
   }
-  parallel((int64_t)num_pieces * kv_heads, 1, [&](int64_t begin, int64_t finish) {
+  // Of many items one takes a few at once, so that the next one's first tile can be fetched.
+  const int64_t items = (int64_t)num_pieces * kv_heads, grain = items < 16 * attend.threads ||
+      step->rows > step->num_spans ? 1 : kv_heads;
+  parallel(items, grain, [&](int64_t begin, int64_t finish) {
     for (int64_t i = begin; i < finish; i++) {
       const Piece& piece = pieces[i / kv_heads];
       Block& block = blocks[piece.block];
-      attend_piece(attend, *step, out, block, piece, i % kv_heads);
+      Run after[TILE_RUNS] = {};
+      if (i + 1 < finish) {
+        const Piece& then = pieces[(i + 1) / kv_heads];
+        find_tile(attend, *step, blocks[then.block], then, (i + 1) % kv_heads,
+                  then.first_key / KEY_TILE, after);
+      }
+      attend_piece(attend, *step, out, block, piece, i % kv_heads, after);
       if (__atomic_sub_fetch(&block.left, 1, __ATOMIC_ACQ_REL) == 0)
         finish_block(attend, out, block);
     }
@@ -1782,7 +1797,7 @@ EXPORT void kagari_pack(const uint8_t* quants, const float* scales, const float*
 // Floats of Attend.scratch for steps of so many rows and contexts; with less, less is split.
 EXPORT int64_t kagari_attention_scratch(int32_t rows, int32_t heads, int32_t dim,
                                         int32_t context_tokens, int32_t threads) {
-  const int64_t split = rows < 4 * threads ? rows : 4 * threads;
+  const int64_t split = rows < 32 * threads ? rows : 32 * threads;
   const int64_t states = split * heads * (context_tokens / KEY_SEGMENT + 1) * (dim + 16);
   return attention_tables(rows, threads) + (int64_t)rows * heads * dim +
          (states < 1 << 23 ? states : 1 << 23);
