@@ -1515,6 +1515,7 @@ void stop_workers() {
   num_workers = 0;
   stopping.store(0);
   sleepers.store(0);
+  resting.store(0);
 }
 
 bool start_workers(int count) {
