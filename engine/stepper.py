@@ -1,8 +1,8 @@
 """One step after the other: plan, compute, apply; the next one is under way where the runner can.
 
-    step N     plan ─▶ launch ┐               ┌▶ collect ─▶ apply, and its events go out
-    step N+1                  └▶ plan_ahead ──┘         └▶ launch ┐                      ┌▶ collect
-                                                                  └▶ plan_ahead of N+2 ──┘
+    N     plan ─▶ launch ┐             ┌▶ collect ─▶ apply, its events go out
+    N+1                  └▶ plan_ahead ┘       └▶ launch ┐             ┌▶ collect ─▶ apply …
+    N+2                                                  └▶ plan_ahead ┘       └▶ launch …
 
 So whatever the engine does between two collects happens beside a step that computes.
 """
@@ -56,11 +56,8 @@ class Stepper:
         assert ahead is not None
         self._is_computing = False
         following = scheduler.plan_ahead(self._clock())
-        result = ahead.collect()
-        if following is not None:
-            following.follow(result)
-            ahead.launch(following)
-            self._is_computing = True
+        result = ahead.collect(following)
+        self._is_computing = following is not None
         return scheduler.apply(result, self._clock())
 
     def close(self) -> None:
@@ -68,4 +65,4 @@ class Stepper:
         if self._is_computing:
             self._is_computing = False
             assert self._ahead is not None
-            self._ahead.collect()
+            self._ahead.collect(None)

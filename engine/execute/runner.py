@@ -216,7 +216,8 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """One forward pass over all rows. corrupt holds indices of plan.rows: of pages with another
         generation than expected, or of logits that are not numbers."""
-        return self._tell(self._begin(plan, self.model.forward))
+        launched = self._begin(plan, self.model.forward)
+        return self._judge(launched, self._find(launched))
 
     @property
     def runs_ahead(self) -> bool:
@@ -227,12 +228,16 @@ class ModelRunner:
         """See plan.AheadRunner."""
         self._launched = self._begin(plan, self.model.start)
 
-    def collect(self) -> StepResult:
+    def collect(self, following: StepPlan | None) -> StepResult:
         """See plan.AheadRunner."""
         launched, self._launched = self._launched, None
         assert launched is not None, "nothing was launched"
         self.model.wait()
-        return self._tell(launched)
+        found = self._find(launched)
+        if following is not None:
+            following.follow(found.tokens)
+            self.launch(following)
+        return self._judge(launched, found)
 
     def _begin(self, plan: StepPlan, compute: Callable[[Sequence[Row]], list[int]]) -> Launched:
         """Carries out what the plan says of pages, then lets its rows be computed."""
@@ -243,11 +248,9 @@ class ModelRunner:
         self.arena.zero_tails(plan.zero_tails)
         return Launched(plan, started, compute(plan.rows) if plan.rows else [])
 
-    def _tell(self, launched: Launched) -> StepResult:
-        """Chooses tokens and checks what was read."""
-        plan, rows = launched.plan, launched.plan.rows
-        if not rows:
-            return StepResult(plan.step, ())
+    def _find(self, launched: Launched) -> _Found:
+        """Chooses tokens, and takes all else that only the last forward can tell."""
+        rows = launched.plan.rows
         found = _Found([None] * len(rows))
         sampling = [index for index, row in enumerate(rows) if row.samples]
         for at in range(0, len(sampling), self.model.head_rows):
@@ -259,6 +262,11 @@ class ModelRunner:
                     found.prompt_logprobs[index] = entries
                 else:
                     found.insane.add(index)
+        return found
+
+    def _judge(self, launched: Launched, found: _Found) -> StepResult:
+        """Checks what was read; another step may compute meanwhile."""
+        plan, rows = launched.plan, launched.plan.rows
         corrupt = self._corrupt_rows(rows, plan.copies) | found.insane
         for index in corrupt:
             found.tokens[index] = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -55,17 +55,13 @@ class StepPlan:
     copies: tuple[PageCopy, ...] = ()  # after assigned, before zero_tails and the rows
     follows: tuple[int, ...] = ()
 
-    def follow(self, before: StepResult) -> None:
-        """Fill in the tokens that the step before chose.
+    def follow(self, tokens: Sequence[int | None]) -> None:
+        """Fill in what the rows of the step before chose.
 
-        A row that follows a corrupt one computes some token in vain: its sequence is over. Raises
-        ValueError on "not yet", which a runner that is planned ahead of must not answer.
+        A row that follows a corrupt one computes some token in vain: its sequence is over.
         """
         for row, index in zip(self.rows, self.follows, strict=True):
-            token = before.tokens[index]
-            if token is None and index not in before.corrupt:
-                raise ValueError(f"row {index} of step {before.step} chose no token to follow")
-            row.token_ids[0] = token or 0
+            row.token_ids[0] = tokens[index] or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +104,8 @@ class AheadRunner(Runner, Protocol):
         token: none is "not yet"."""
 
     def launch(self, plan: StepPlan) -> None:
-        """Begin a step. The one before it was collected."""
+        """Begin a step while none is under way."""
 
-    def collect(self) -> StepResult:
-        """Wait for the step that was launched; raises what went wrong in it."""
+    def collect(self, following: StepPlan | None) -> StepResult:
+        """Wait for the step under way, and begin the one that follows it as soon as its tokens are
+        known. Raises what went wrong in either; then none is under way."""

@@ -267,6 +267,8 @@ class Scheduler:
                 events.append(self._fail_corrupt(sequence))
                 continue
             end = row.start + len(row.token_ids)
+            if row.samples and token is None and self._in_flight:
+                raise ValueError(f"row {index} of step {result.step} is followed, and has no token")
             # "Not yet" concerns the sampled position alone; what came before it is computed.
             sequence.num_computed = end - 1 if row.samples and token is None else end
             self._publish(sequence)

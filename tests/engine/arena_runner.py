@@ -155,7 +155,11 @@ class AheadArenaRunner(ArenaRunner):
         assert self._launched is None, "launched before the last step was collected"
         self._launched = plan if self._lazy else self.execute(plan)
 
-    def collect(self) -> StepResult:
+    def collect(self, following: StepPlan | None) -> StepResult:
         launched, self._launched = self._launched, None
         assert launched is not None
-        return launched if isinstance(launched, StepResult) else self.execute(launched)
+        result = launched if isinstance(launched, StepResult) else self.execute(launched)
+        if following is not None:
+            following.follow(result.tokens)
+            self.launch(following)
+        return result

@@ -215,7 +215,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert row.start == len(stream.new.prompt) + len(stream.produced)
             assert len(row.token_ids) == 1
         if self.results:
-            plan.follow(self.results[0])
+            plan.follow(self.results[0].tokens)
         self.take_off(plan)
 
     def take_off(self, plan: StepPlan) -> None:
@@ -234,7 +234,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.runner.not_due = set() if is_followed else not_due
         result = self.runner.execute(plan)
         if is_followed:
-            self.flights[-1].follow(result)
+            self.flights[-1].follow(result.tokens)
         self.results.append(result)
         self.flipped -= {page for page, _ in plan.assigned}
 
