@@ -24,6 +24,7 @@ from engine.schedule.plan import Runner
 from engine.schedule.scheduler import Scheduler
 from policies.contract import wire
 from policies.contract.bundle import Bundle, decode_bundle
+from policies.contract.page_keys import interchangeable_id
 
 # OpenMP threads that wait spin this many rounds before they sleep. Measured in docs/decisions.md:
 # endless spinning starves neighbours on shared cores, sleeping at once halves decode.
@@ -74,7 +75,7 @@ def serve(config: EngineConfig, sock: socket.socket) -> int:
     info = wire.EngineInfo(
         engine=config.engine_index,
         model=config.spec.name,
-        identity=config.spec.identity,
+        identity=interchangeable_id(config.spec.identity, config.compute),
         context_tokens=schedule.context_tokens,
         page_size=config.spec.page_size,
         num_pages=config.num_pages,
@@ -233,7 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     flags.add_argument("--engine-index", type=int, required=True, help="index on this node")
     flags.add_argument("--dtype", choices=get_args(settings.DType), default="auto")
     flags.add_argument("--kv-dtype", choices=get_args(settings.DType), default="auto")
-    flags.add_argument("--compute", choices=get_args(settings.Compute), default="exact")
+    flags.add_argument("--compute", default="exact", help="exact or fast")
     flags.add_argument("--device", choices=get_args(settings.Device), default="auto")
     flags.add_argument("--kv-device-tokens", type=int, default=settings.DEFAULT_KV_DEVICE_TOKENS)
     flags.add_argument("--threads", type=int, help="of torch; default: by the cores there are")

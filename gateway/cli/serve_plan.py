@@ -7,8 +7,10 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from gateway.cli.problem import Problem
+from policies.contract.wire import Compute
 
 DEFAULT_PORT = 8000
 DEFAULT_MODEL = "smollm2-135m"
@@ -102,6 +104,17 @@ def plan_serve(options: ServeOptions, *, port: int, link_port: int, admin_port: 
 def threads_each(num_engines: int) -> int:
     """Engines on one machine share its cores, so that they do not fight for them."""
     return max(1, len(os.sched_getaffinity(0)) // num_engines)
+
+
+def require_compute(value: str | None) -> None:
+    """Raises Problem before anything starts; None leaves the engine's default, exact."""
+    if value is not None and value not in get_args(Compute):
+        raise Problem(
+            "--compute",
+            found=value,
+            allowed=" or ".join(get_args(Compute)),
+            remedy="leave it away for exact: the same tokens whatever runs beside them",
+        )
 
 
 def link_host(host: str) -> str:

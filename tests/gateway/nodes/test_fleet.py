@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.nodes.fleet import UnknownNode
+from gateway.nodes.fleet import Fleet, UnknownNode
 from gateway.nodes.placement import NoCapacity, NoNode, OldNodes
 from gateway.nodes.session import Session
 from gateway.nodes.streams import MAX_UNREAD_TOKENS, Burst, Stream
@@ -617,6 +617,37 @@ def test_a_node_with_another_tokenizer_is_not_given_our_ids() -> None:
     for number in range(16):
         with gateway.dispatch(request(number, tokens=1)) as stream:
             assert stream.node_id == "n1"
+
+
+def test_an_exact_answer_never_comes_from_a_fast_engine() -> None:
+    """What is announced is what serves: exact while one such engine is here, whatever is full."""
+    gateway = fleet(max_in_flight=1)
+    FakeNode(gateway, "n1", info(compute="fast", identity="id+fast")).join()
+    assert told(gateway) == ("fast", 1)
+    with pytest.raises(NoNode):
+        gateway.dispatch(request(1))  # announced as exact before that engine went
+    with gateway.dispatch(request(2, compute="fast")) as stream:
+        assert stream.info.compute == "fast"
+
+    exact = FakeNode(gateway, "n2").join()
+    FakeNode(gateway, "n3", info(compute="fast", identity="id+fast")).join()
+    assert told(gateway) == ("exact", 1)
+    with gateway.dispatch(request(3)) as stream:
+        assert stream.node_id == "n2"
+        with pytest.raises(NoCapacity):
+            gateway.dispatch(request(4))
+        exact.cut()  # before the first token: moved where it may be, and there is no such place
+        end = take(stream).end
+        assert isinstance(end, wire.Failed)
+        assert end.code == "node_lost"
+    assert told(gateway) == ("fast", 2)
+
+
+def told(gateway: Fleet) -> tuple[str, int]:
+    """How the model is served, as it is announced, and by how many nodes."""
+    served = gateway.model("m")
+    assert served is not None
+    return served.info.compute, served.nodes
 
 
 @pytest.mark.parametrize(("restarted", "pages"), [(False, 2), (True, 0)])
