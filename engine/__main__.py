@@ -17,6 +17,7 @@ import msgspec
 
 from engine import config as settings
 from engine.config import ConfigError, EngineConfig, ModelSpec, ScheduleConfig
+from engine.cores import own_cores
 from engine.engine import Engine
 from engine.framing import AGENT_CHANNEL
 from engine.process import Connection, run
@@ -172,6 +173,7 @@ def _load_model(config: EngineConfig) -> Loaded:
     # Late, because it imports torch: a scripted engine starts without it.
     module = importlib.import_module("engine.execute.runner")
     weights = importlib.import_module("engine.execute.weights")
+    threads = config.threads or own_cores().usable
     runner_config = module.RunnerConfig(
         num_pages=config.num_pages,
         page_size=config.spec.page_size,
@@ -179,7 +181,7 @@ def _load_model(config: EngineConfig) -> Loaded:
         kv_dtype=config.kv_dtype,
         compute=config.compute,
         device=config.device,
-        threads=config.threads,
+        threads=threads,
         step_tokens=config.step_tokens,
     )
     try:
@@ -189,7 +191,6 @@ def _load_model(config: EngineConfig) -> Loaded:
     _report_progress("measure", 0.0)
     schedule = _schedule_config(config, runner.context_tokens, None)
     is_cpu = module.choose_device(config.device).type == "cpu"
-    threads = config.threads or len(os.sched_getaffinity(0))
     clock = work_clock(threads) if is_cpu else time.monotonic
     rate = measure_prefill(runner, schedule, clock)
     _report_progress("measure", 1.0)
@@ -237,7 +238,7 @@ def _parser() -> argparse.ArgumentParser:
     flags.add_argument("--compute", default="exact", help="exact or fast")
     flags.add_argument("--device", choices=get_args(settings.Device), default="auto")
     flags.add_argument("--kv-device-tokens", type=int, default=settings.DEFAULT_KV_DEVICE_TOKENS)
-    flags.add_argument("--threads", type=int, help="of torch; default: by the cores there are")
+    flags.add_argument("--threads", type=int, help="default: by the cores there are")
     flags.add_argument("--step-tokens", type=int, default=settings.DEFAULT_STEP_TOKENS)
     flags.add_argument("--max-running", type=int, default=settings.DEFAULT_MAX_RUNNING)
     flags.add_argument("--script", help="answer from this JSON file instead of a model")

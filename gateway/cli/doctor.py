@@ -17,7 +17,8 @@ from typing import Literal
 
 from gateway.cli.home import home_folder, models_folder
 from gateway.cli.problem import FAILED, Problem
-from gateway.cli.serve_plan import require_free_port
+from gateway.cli.serve_plan import own_cores, require_free_port
+from policies.cores import Cores, threads_each
 
 GIB = 1 << 30
 MIN_MEMORY_BYTES = 2 * GIB
@@ -57,11 +58,14 @@ def check_torch() -> Finding:
         return Finding("torch", "bad", "no metadata", "reinstall: pip install 'kagari[node]'")
 
 
-def check_cores() -> Finding:
-    cores = len(os.sched_getaffinity(0))
-    if cores < 2:
-        return Finding("cores", "note", str(cores), "2 cores keep gateway and engine apart")
-    return Finding("cores", "ok", str(cores))
+def check_cores(cores: Cores) -> Finding:
+    """With the threads that `serve` gives an engine that is alone here, and each of two."""
+    limit = "no cgroup limit" if cores.limit is None else f"cgroup limit {cores.limit:g}"
+    one, two = threads_each(cores, 1), threads_each(cores, 2)
+    found = f"{cores.allowed}, {limit}; threads of an engine: {one}, of two: {two} each"
+    if cores.usable < 2:
+        return Finding("cores", "note", found, "2 cores keep gateway and engine apart")
+    return Finding("cores", "ok", found)
 
 
 def check_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
@@ -152,7 +156,7 @@ def findings(*, port: int, home: Path, models: Path) -> list[Finding]:
     checks: list[Callable[[], Finding]] = [
         check_python,
         check_torch,
-        check_cores,
+        lambda: check_cores(own_cores()),
         check_instructions,
         check_memory,
         lambda: check_disk(home),

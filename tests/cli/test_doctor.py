@@ -10,6 +10,7 @@ from pathlib import Path
 
 from gateway.cli.doctor import (
     check_clock,
+    check_cores,
     check_home,
     check_instructions,
     check_memory,
@@ -17,6 +18,7 @@ from gateway.cli.doctor import (
     check_port,
     findings,
 )
+from policies.cores import Cores
 
 Kagari = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -28,6 +30,15 @@ def test_memory_that_does_not_suffice(tmp_path: Path) -> None:
     meminfo.write_text("MemAvailable: 9000000 kB\n")
     assert check_memory(meminfo).verdict == "ok"
     assert check_memory(tmp_path / "absent").verdict == "note"
+
+
+def test_cores_and_what_they_mean_for_engines() -> None:
+    assert (
+        check_cores(Cores(8)).found == "8, no cgroup limit; threads of an engine: 8, of two: 4 each"
+    )
+    finding = check_cores(Cores(64, 1.5))
+    assert (finding.verdict, "cgroup limit 1.5" in finding.found) == ("note", True)
+    assert finding.found.endswith("threads of an engine: 1, of two: 1 each")
 
 
 def test_instructions(tmp_path: Path) -> None:
