@@ -219,6 +219,7 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     role: Role
     engines: tuple[EngineInfo, ...]
     software: str = ""
+    bundles: tuple[str, ...] = ()  # digests of models still to come: their text loads meanwhile
 
 
 class BundlePart(Struct, frozen=True, array_like=True, tag="bundle_part"):

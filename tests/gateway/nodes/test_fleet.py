@@ -428,6 +428,21 @@ def test_a_node_of_an_older_wire_is_welcomed_in_its_own_version() -> None:
     assert welcome.version == 1
 
 
+def test_text_is_asked_for_while_the_engine_still_loads() -> None:
+    """Else a start is as long as both: the weights on the node, then the tokenizer here."""
+    gateway, coming = fleet(), "ab" * 32
+    opened = gateway.attach(
+        wire.Hello(
+            wire.WIRE_VERSION, 1, "n1", 1, "mixed", (), "", (coming, info().bundle_digest, "../x")
+        )
+    )
+    assert isinstance(opened, Session)
+    frame = opened.outbox.pop()
+    assert frame is not None
+    assert wire.decode_from_gateway(frame).wanted_bundles == (coming,)  # the other is here
+    assert set(opened.assemblies) == {coming}
+
+
 @pytest.mark.parametrize(
     "field",
     [
