@@ -5,8 +5,11 @@
 // and the choice of tier. Sums run in one order whatever the batch, the tile or the number of
 // threads, so a row's bits are its own; products and sums are fused only where `fma` says so.
 
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
 
 // --- what both sides of the file know -----------------------------------------------------------
 
@@ -110,10 +113,27 @@ struct Op { int32_t kind, padding; const void* args; };
 
 using RunOp = void (*)(const void* args, const Step* step);
 struct Tier { const char* name; RunOp run[7]; };  // by Kind
+extern "C" const Tier kagari_tier_0, kagari_tier_1, kagari_tier_2;
 
 // Calls body(context, begin, end) over [0, count) in runs of `grain`, on all threads of the pool.
 extern "C" void kagari_parallel(int64_t count, int64_t grain,
                                 void (*body)(void*, int64_t, int64_t), void* context);
+
+// Bytes of a run: 16 outputs × 32 inputs, its scales and minima.
+static inline int64_t run_bytes(const Packed& p) {
+  return p.bits * 64 + (32 / p.block) * 16 * (p.wide ? 4 : 2) * (p.has_min ? 2 : 1);
+}
+
+static inline float from_half(uint16_t half) {
+  uint32_t bits = (half & 0x7fffu) << 13, sign = (half & 0x8000u) << 16;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  value *= 0x1p112f;  // moves the exponent, and makes subnormals normal
+  memcpy(&bits, &value, sizeof bits);
+  bits |= sign | ((half & 0x7c00) == 0x7c00 ? 0x7f800000 : 0);
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
 
 #ifdef KAGARI_TIER  // ==== a tier's kernels =======================================================
 
@@ -146,6 +166,23 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
+#if KAGARI_TIER == 2
+inline Ints above(Floats a, Floats b) { return a > b; }  // all ones where it holds
+inline Floats choose(Ints where, Floats a, Floats b) { return where ? a : b; }
+#else  // the compiler would go lane by lane through comparisons wider than its registers
+typedef float Part __attribute__((vector_size(KAGARI_TIER ? 32 : 16)));
+inline Ints above(Floats a, Floats b) {
+  union { Floats whole; Part part[64 / sizeof(Part)]; } x{a}, y{b};
+  union { Ints whole; decltype(x.part[0] > x.part[0]) part[64 / sizeof(Part)]; } result;
+  for (unsigned i = 0; i < 64 / sizeof(Part); i++) result.part[i] = x.part[i] > y.part[i];
+  return result.whole;
+}
+inline Floats choose(Ints where, Floats a, Floats b) {
+  return reinterpret_cast<Floats>((where & reinterpret_cast<Ints>(a)) |
+                                  (~where & reinterpret_cast<Ints>(b)));
+}
+#endif
+
 inline Floats load_bf16(const uint16_t* at) {
   return reinterpret_cast<Floats>(
       __builtin_convertvector(*reinterpret_cast<const Halves*>(at), Ints) << 16);
@@ -157,6 +194,39 @@ inline void store_bf16(uint16_t* at, Floats value) {  // to nearest, ties to eve
   *reinterpret_cast<Halves*>(at) = __builtin_convertvector(rounded, Halves);
 }
 
+inline Floats load_part(const float* at, int count) {  // of 16 lanes; the others are 0
+  Floats value = splat(0);
+  memcpy(&value, at, count * sizeof(float));
+  return value;
+}
+
+inline void store_part(float* at, Floats value, int count) {
+  memcpy(at, &value, count * sizeof(float));
+}
+
+inline float sum(Floats value) {  // of the lanes, halves folded together
+  for (int half = 8; half; half /= 2)
+    for (int i = 0; i < half; i++) value[i] += value[i + half];
+  return value[0];
+}
+
+// e^x, x cut to 88; 0 below -87; within 1 ulp. 2^n e^r with |r| <= ln 2 / 2, polynomial fitted.
+inline Floats exponential(Floats x) {
+  Floats top = splat(88.0f), shift = splat(12582912.0f);  // 1.5 × 2^23: rounds to an integer
+  Floats cut = choose(above(x, top), top, x);
+  Floats shifted = fma(cut, splat(1.44269504f), shift), n = shifted - shift;
+  Floats r = fma(n, splat(-0.693359375f), cut);
+  r = fma(n, splat(2.12194442e-4f), r);
+  Floats p = fma(splat(1.37513888e-3f), r, splat(8.36892333e-3f));
+  p = fma(p, r, splat(4.16695327e-2f));
+  p = fma(p, r, splat(1.66665182e-1f));
+  p = fma(p, r, splat(4.99999881e-1f));
+  p = fma(p, r * r, r) + 1.0f;
+  Ints power = (reinterpret_cast<Ints>(shifted) - 0x4b400000 + 127) << 23;
+  Floats value = p * reinterpret_cast<Floats>(power);
+  return choose(above(splat(-87.0f), x), splat(0), value);
+}
+
 template <class Body>
 inline void parallel(int64_t count, int64_t grain, const Body& body) {
   kagari_parallel(count, grain, [](void* context, int64_t begin, int64_t end) {
@@ -166,22 +236,884 @@ inline void parallel(int64_t count, int64_t grain, const Body& body) {
 
 // --- quantised products --------------------------------------------------------------------------
 
-void quantize_row(const float* x, const Quants& to, int64_t row);
+typedef int8_t Sixteen __attribute__((vector_size(16), aligned(1), may_alias));
+typedef uint16_t Words __attribute__((vector_size(64), aligned(2), may_alias));
+typedef int16_t Shorts __attribute__((vector_size(64), aligned(2), may_alias));
 
-// (section A)
+template <int d>
+inline Ints exchange(Ints v) {  // lane i gets lane i ^ d
+  return __builtin_shuffle(v, Ints{0 ^ d, 1 ^ d, 2 ^ d, 3 ^ d, 4 ^ d, 5 ^ d, 6 ^ d, 7 ^ d, 8 ^ d,
+                                   9 ^ d, 10 ^ d, 11 ^ d, 12 ^ d, 13 ^ d, 14 ^ d, 15 ^ d});
+}
+
+inline Ints larger(Ints a, Ints b) {  // neither is below 0
+  return a - ((a - b) & ((a - b) >> 31));
+}
+
+inline int32_t largest_of(Ints v) {
+  v = larger(v, exchange<8>(v));
+  v = larger(v, exchange<4>(v));
+  v = larger(v, exchange<2>(v));
+  return larger(v, exchange<1>(v))[0];
+}
+
+inline int32_t sum_of(Ints v) {
+  v += exchange<8>(v);
+  v += exchange<4>(v);
+  v += exchange<2>(v);
+  return (v + exchange<1>(v))[0];
+}
+
+// Blocks of 32 share a scale: largest / 32512 of 16-bit integers split in two signed bytes, or
+// largest / 127 where there is no low plane. A block with a NaN or infinity gets the scale NaN.
+void quantize_row(const float* x, const Quants& to, int64_t row) {
+  const float limit = to.low ? 32512 : 127;
+  for (int64_t at = 0, block = row * to.width / 32; at < to.width; at += 32, block++) {
+    const Floats halves[2] = {load(x + at), load(x + at + 16)};
+    const int32_t bits = largest_of(larger(reinterpret_cast<Ints>(halves[0]) & 0x7fffffff,
+                                           reinterpret_cast<Ints>(halves[1]) & 0x7fffffff));
+    float largest;  // by its bits: a NaN is larger than infinity
+    memcpy(&largest, &bits, sizeof largest);
+    const bool is_sane = bits < 0x7f800000, is_zero = largest < 1e-30f;  // limit / largest: inf
+    to.scales[block] = !is_sane ? NAN : is_zero ? 0 : largest / limit;
+    for (int half = 0; half < 2; half++) {
+      const int64_t first = block * 32 + half * 16;
+      const Floats scaled = is_sane && !is_zero ? halves[half] * (limit / largest) : splat(0);
+      // Adding 1.5 × 2²³ rounds to the nearest integer, ties to even, in the lowest bits.
+      const Ints value = reinterpret_cast<Ints>(scaled + 12582912.f) - 0x4b400000;
+      const Ints high = to.low ? (value + 128) >> 8 : value;
+      *reinterpret_cast<Sixteen*>(to.high + first) = __builtin_convertvector(high, Sixteen);
+      if (to.low)
+        *reinterpret_cast<Sixteen*>(to.low + first) =
+            __builtin_convertvector(value - (high << 8), Sixteen);
+      to.sums[block * 2 + half] = sum_of(value);
+    }
+  }
+}
+
+inline Floats load_half(const uint8_t* at) {
+#if KAGARI_TIER == 2
+  return (Floats)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)at));
+#elif KAGARI_TIER == 1
+  union { __m256 half[2]; Floats whole; } x;
+  for (int i = 0; i < 2; i++) x.half[i] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at + i));
+  return x.whole;
+#else
+  Floats x;
+  for (int i = 0; i < 16; i++) {
+    uint16_t half;
+    memcpy(&half, at + 2 * i, sizeof half);
+    x[i] = from_half(half);
+  }
+  return x;
+#endif
+}
+
+// Adds to each lane (an output) its four weights' products with four activations: of one plane
+// on tier 2, of both on the others, exactly.
+#if KAGARI_TIER == 2
+inline Ints dot(Ints sum, Bytes weights, const int8_t* plane) {
+  int32_t four;
+  memcpy(&four, plane, sizeof four);
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(four));
+}
+#elif KAGARI_TIER == 1
+inline Ints dot(Ints sum, Bytes weights, const int8_t* high, const int8_t* low) {
+  int32_t four;
+  memcpy(&four, high, sizeof four);
+  const __m256i plane = _mm256_set1_epi32(four);
+  __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(plane, 8), 8);
+  __m256i odd = _mm256_srai_epi16(plane, 8);
+  if (low) {
+    memcpy(&four, low, sizeof four);
+    const __m256i rest = _mm256_set1_epi32(four);
+    even = _mm256_add_epi16(_mm256_slli_epi16(plane, 8),
+                            _mm256_srai_epi16(_mm256_slli_epi16(rest, 8), 8));
+    odd = _mm256_add_epi16(_mm256_slli_epi16(odd, 8), _mm256_srai_epi16(rest, 8));
+  }
+  union { Bytes whole; __m256i half[2]; } w{weights};
+  union { Ints whole; __m256i half[2]; } s{sum};
+  for (int i = 0; i < 2; i++) {
+    const __m256i first = _mm256_and_si256(w.half[i], _mm256_set1_epi16(255));
+    const __m256i second = _mm256_srli_epi16(w.half[i], 8);
+    s.half[i] = _mm256_add_epi32(s.half[i], _mm256_madd_epi16(first, even));
+    s.half[i] = _mm256_add_epi32(s.half[i], _mm256_madd_epi16(second, odd));
+  }
+  return s.whole;
+}
+#else
+inline Ints dot(Ints sum, Bytes weights, const int8_t* high, const int8_t* low) {
+  const Ints four = reinterpret_cast<Ints>(weights);
+  for (int i = 0; i < 4; i++)
+    sum += ((four >> (8 * i)) & 255) * (low ? high[i] * 256 + low[i] : high[i]);
+  return sum;
+}
+#endif
+
+constexpr int kPanel = 8;                          // blocks of 32 inputs unpacked at a time
+constexpr int kRows = KAGARI_TIER == 2 ? 4 : 2;    // rows and
+constexpr int kTiles = 2;                          // tiles of 16 outputs held in registers
+constexpr int kGroup = 64;                         // rows that share an unpacked panel
+
+struct alignas(64) Panel {  // in the first level cache
+  uint8_t quants[kTiles][kPanel][512];
+  float scales[kTiles][kPanel][2][16], minima[kTiles][kPanel][2][16];
+  float sums[kGroup][kTiles][16];  // of the rows' products so far
+};
+
+// Unpacks blocks of a tile; quants of 8 bits are used where they are.
+void unpack(const Packed& from, const uint8_t* run, int blocks, int tile, Panel& panel) {
+  const int halves = 32 / from.block, bytes = from.wide ? 64 : 32;
+  for (int b = 0; b < blocks; b++, run += run_bytes(from)) {
+    for (int i = 0; from.bits == 4 && i < 4; i++) {
+      const Bytes both = *reinterpret_cast<const Bytes*>(run + 64 * i);
+      *reinterpret_cast<Bytes*>(panel.quants[tile][b] + 64 * i) = both & 15;
+      *reinterpret_cast<Bytes*>(panel.quants[tile][b] + 64 * i + 256) = both >> 4;
+    }
+    const uint8_t* at = run + 64 * from.bits;
+    for (int i = 0; i < halves * (from.has_min ? 2 : 1); i++, at += bytes) {
+      const Floats value =
+          from.wide ? load(reinterpret_cast<const float*>(at)) : load_half(at);
+      store((i < halves ? panel.scales : panel.minima)[tile][b][i % halves], value);
+    }
+  }
+}
+
+struct Work {  // some rows by a pair of tiles, over a panel's blocks
+  const uint8_t* quants[kTiles];
+  int64_t step;  // bytes from block to block of quants
+  int blocks, block;  // block: the panel's first
+  int32_t zero, has_min;
+};
+
+template <int Rows, bool Low, int Halves>
+void multiply(const Work& work, const Quants& in, const int64_t* rows, float (*const* sums)[16],
+              const Panel& panel) {
+  constexpr int quads = 8 / Halves;  // of inputs that share a scale
+  const int8_t *high[Rows], *low[Rows];
+  const float* scales[Rows];
+  const int32_t* totals[Rows];
+  Floats result[Rows][kTiles];
+  for (int r = 0; r < Rows; r++) {
+    const int64_t at = rows[r] * in.width + work.block * 32;
+    high[r] = in.high + at, low[r] = Low ? in.low + at : nullptr;
+    scales[r] = in.scales + at / 32, totals[r] = in.sums + at / 16;
+    for (int t = 0; t < kTiles; t++) result[r][t] = load(sums[r][t]);
+  }
+  for (int i = 0; i < work.blocks * Halves; i++) {
+    const int b = i / Halves, h = i % Halves;
+    const uint8_t* at[kTiles];
+    for (int t = 0; t < kTiles; t++) at[t] = work.quants[t] + b * work.step + h * quads * 64;
+    Ints dots[Rows][kTiles] = {};
+    const int first = b * 32 + h * 16;
+    int32_t total[Rows];
+    for (int r = 0; r < Rows; r++)
+      total[r] = Halves == 2 ? totals[r][i] : totals[r][2 * i] + totals[r][2 * i + 1];
+#if KAGARI_TIER == 2
+    for (int plane = 0; plane < (Low ? 2 : 1); plane++) {
+      if (plane)
+        for (int r = 0; r < Rows; r++)
+          for (int t = 0; t < kTiles; t++) dots[r][t] <<= 8;
+#pragma GCC unroll 8
+      for (int q = 0; q < quads; q++)
+        for (int t = 0; t < kTiles; t++) {
+          const Bytes weights = *reinterpret_cast<const Bytes*>(at[t] + 64 * q);
+          for (int r = 0; r < Rows; r++)
+            dots[r][t] = dot(dots[r][t], weights, (plane ? low : high)[r] + first + 4 * q);
+        }
+    }
+#else
+    for (int q = 0; q < quads; q++)
+      for (int t = 0; t < kTiles; t++) {
+        const Bytes weights = *reinterpret_cast<const Bytes*>(at[t] + 64 * q);
+        for (int r = 0; r < Rows; r++)
+          dots[r][t] = dot(dots[r][t], weights, high[r] + first + 4 * q,
+                           Low ? low[r] + first + 4 * q : nullptr);
+      }
+#endif
+    for (int t = 0; t < kTiles; t++) {
+      const Floats scale = load(panel.scales[t][b][h]), minimum = load(panel.minima[t][b][h]);
+      for (int r = 0; r < Rows; r++) {
+        const Ints exact = dots[r][t] - work.zero * total[r];
+        result[r][t] = fma(__builtin_convertvector(exact, Floats), scale * scales[r][b],
+                           result[r][t]);
+        if (work.has_min)
+          result[r][t] = fma(minimum, splat(scales[r][b] * static_cast<float>(total[r])),
+                             result[r][t]);
+      }
+    }
+  }
+  for (int r = 0; r < Rows; r++)
+    for (int t = 0; t < kTiles; t++) store(sums[r][t], result[r][t]);
+}
+
+template <int Rows>
+void multiply(const Work& work, const Quants& in, int64_t row, int left, int halves, int at,
+              Panel& panel) {
+  int64_t rows[Rows];
+  float (*sums[Rows])[16];
+  for (int r = 0; r < Rows; r++) {  // a row too many is the last one again
+    rows[r] = row + at + (r < left ? r : left - 1);
+    sums[r] = panel.sums[rows[r] - row];
+  }
+  const auto run = in.low ? halves == 2 ? multiply<Rows, true, 2> : multiply<Rows, true, 1>
+                          : halves == 2 ? multiply<Rows, false, 2> : multiply<Rows, false, 1>;
+  run(work, in, rows, sums, panel);
+}
+
+// Rows [row, row + count) by the tiles [tile, tile + kTiles): one tile too many is the last again.
+void multiply_tiles(const Gemm& gemm, int64_t tile, int64_t row, int count) {
+  const Packed& weight = *gemm.weight;
+  const int64_t blocks = weight.k / 32, last = weight.n / 16 - 1, bytes = run_bytes(weight);
+  Panel panel;
+  memset(panel.sums, 0, count * sizeof panel.sums[0]);
+  for (int64_t block = 0; block < blocks; block += kPanel) {
+    Work work{{}, weight.bits == 8 ? bytes : 512, int(blocks - block < kPanel ? blocks - block
+              : kPanel), int(block), weight.bits == 8 ? 128 : 0, weight.has_min};
+    for (int t = 0; t < kTiles; t++) {
+      const int64_t which = tile + t < last ? tile + t : last;
+      const uint8_t* run = weight.data + (which * blocks + block) * bytes;
+      unpack(weight, run, work.blocks, t, panel);
+      work.quants[t] = weight.bits == 8 ? run : panel.quants[t][0];
+    }
+    for (int at = 0, halves = 32 / weight.block; at < count;) {
+      const int left = count - at;
+      if (kRows == 4 && left > 2)
+        multiply<kRows>(work, *gemm.in, row, left, halves, at, panel), at += 4;
+      else if (left > 1)
+        multiply<2>(work, *gemm.in, row, left, halves, at, panel), at += 2;
+      else
+        multiply<1>(work, *gemm.in, row, left, halves, at, panel), at += 1;
+    }
+  }
+  for (int r = 0; r < count; r++)
+    for (int t = 0; t < kTiles; t++)
+      for (int i = 0; i < 16; i++) {
+        const int64_t column = (tile + t) * 16 + i;
+        if (column < gemm.columns)
+          gemm.out[(row + r) * gemm.stride + column] =
+              gemm.bias ? panel.sums[r][t][i] + gemm.bias[column] : panel.sums[r][t][i];
+      }
+}
+
+void run_gemm(const void* args, const Step* step) {
+  const Gemm& gemm = *static_cast<const Gemm*>(args);
+  const int64_t rows = gemm.only_last ? step->num_last : step->rows;
+  const int64_t groups = (rows + kGroup - 1) / kGroup, tiles = gemm.weight->n / 16;
+  parallel((tiles + kTiles - 1) / kTiles * groups, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t row = i % groups * kGroup;
+      multiply_tiles(gemm, i / groups * kTiles, row, rows - row < kGroup ? rows - row : kGroup);
+    }
+  });
+}
+
+void run_embed(const void* args, const Step* step) {
+  const Embed& embed = *static_cast<const Embed*>(args);
+  const Packed& from = *embed.table;
+  const auto number = [&](const uint8_t* at, int lane) {
+    float value;
+    uint16_t half;
+    if (from.wide) return memcpy(&value, at + 4 * lane, sizeof value), value;
+    return memcpy(&half, at + 2 * lane, sizeof half), from_half(half);
+  };
+  parallel(step->rows, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const int lane = step->ids[row] % 16, size = from.wide ? 64 : 32;
+      const int64_t bytes = run_bytes(from);
+      const uint8_t* run = from.data + step->ids[row] / 16 * (from.k / 32) * bytes;
+      for (int64_t at = 0; at < from.k; at += 32, run += bytes)
+        for (int i = 0; i < 32; i++) {
+          const uint8_t* scales = run + 64 * from.bits + i / from.block * size;
+          const uint8_t byte = run[(from.bits == 8 ? i / 4 : i / 4 % 4) * 64 + lane * 4 + i % 4];
+          const int quant = from.bits == 8 ? byte - 128 : byte >> (i / 16 * 4) & 15;
+          float value = number(scales, lane) * quant;
+          if (from.has_min) value += number(scales + 32 / from.block * size, lane);
+          embed.out[row * from.k + at + i] = value * embed.scale;
+        }
+    }
+  });
+}
 
 // --- norms, gates, the best logit ----------------------------------------------------------------
 
-// (section C)
+inline int64_t rows_a_chunk(int32_t width) { return 8192 / width + 1; }  // some microseconds
+
+// Calls body(column, lanes) for each 16 columns and the rest.
+template <class Body>
+inline void each_vector(int32_t width, const Body& body) {
+  int32_t column = 0;
+  for (; column + 16 <= width; column += 16) body(column, 16);
+  if (column < width) body(column, width - column);
+}
+
+inline Floats load_lanes(const float* at, int lanes) {
+  return lanes == 16 ? load(at) : load_part(at, lanes);
+}
+
+inline void store_lanes(float* at, Floats value, int lanes) {
+  if (lanes == 16) store(at, value); else store_part(at, value, lanes);
+}
+
+inline Floats norm_factor(const float* x, int32_t width, float eps) {  // 1 / root mean square
+  Floats squares = splat(0);
+  each_vector(width, [&](int32_t at, int lanes) {
+    Floats value = load_lanes(x + at, lanes);
+    squares = fma(value, value, squares);
+  });
+  return splat(1.0f / __builtin_sqrtf(sum(squares) / width + eps));
+}
+
+// A row for `out`, else one on the stack that is only quantised; zeros fill it to a whole block.
+inline float* row_or(float* out, int64_t row, int32_t width, float* spare, const Quants* quants) {
+  if (out) return out + row * width;
+  for (int32_t i = width; quants && i < quants->width; i++) spare[i] = 0;
+  return spare;
+}
+
+void run_norm(const void* args, const Step* step) {
+  const Norm& op = *static_cast<const Norm*>(args);
+  int32_t width = op.width, rows = op.only_last ? step->num_last : step->rows;
+  parallel(rows, rows_a_chunk(width), [&](int64_t begin, int64_t end) {
+    float* spare = (float*)__builtin_alloca(sizeof(float) * (width + 32));
+    for (int64_t row = begin; row < end; row++) {
+      float* x = op.x + (op.only_last ? step->last[row] : row) * (int64_t)width;
+      if (op.added) {
+        const float* added = op.added + row * width;
+        Floats factor = op.post ? norm_factor(added, width, op.eps) : splat(1);
+        each_vector(width, [&](int32_t at, int lanes) {
+          Floats value = load_lanes(added + at, lanes);
+          if (op.post) value = value * factor * load_lanes(op.post + at, lanes);
+          store_lanes(x + at, load_lanes(x + at, lanes) + value, lanes);
+        });
+      }
+      if (!op.gain) continue;
+      Floats factor = norm_factor(x, width, op.eps);
+      float* out = row_or(op.out, row, width, spare, op.quants);
+      each_vector(width, [&](int32_t at, int lanes) {
+        Floats value = load_lanes(x + at, lanes) * factor * load_lanes(op.gain + at, lanes);
+        store_lanes(out + at, value, lanes);
+      });
+      if (op.quants) quantize_row(out, *op.quants, row);
+    }
+  });
+}
+
+void run_gate(const void* args, const Step* step) {
+  const Gate& op = *static_cast<const Gate*>(args);
+  int32_t width = op.width;
+  parallel(step->rows, rows_a_chunk(2 * width), [&](int64_t begin, int64_t end) {
+    float* spare = (float*)__builtin_alloca(sizeof(float) * (width + 32));
+    for (int64_t row = begin; row < end; row++) {
+      const float* in = op.in + row * 2 * width;
+      float* out = row_or(op.out, row, width, spare, op.quants);
+      each_vector(width, [&](int32_t at, int lanes) {
+        Floats x = load_lanes(in + at, lanes), t = x;
+        if (op.is_gelu)  // x / (1 + e^-2u) = x (1 + tanh u) / 2, u = √(2/π) (x + 0.044715 x³)
+          t = x * fma(x * x, splat(0.0713548139f), splat(1.59576917f));
+        Floats value = x / (exponential(-t) + 1.0f) * load_lanes(in + width + at, lanes);
+        store_lanes(out + at, value, lanes);
+      });
+      if (op.quants) quantize_row(out, *op.quants, row);
+    }
+  });
+}
+
+void run_best(const void* args, const Step* step) {
+  const Best& op = *static_cast<const Best*>(args);
+  parallel(step->num_last, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const float* logits = op.logits + row * op.columns;
+      Floats best = splat(-__builtin_inff());
+      Ints index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+      Ints ids = index, odd = index;  // odd: below 0 in lanes that met NaN
+      each_vector(op.columns, [&](int32_t at, int lanes) {
+        Floats value = best;  // what is beyond the row is never better
+        if (lanes == 16) value = load(logits + at);
+        else memcpy(&value, logits + at, lanes * sizeof(float));
+        Ints better = above(value, best);
+        best = choose(better, value, best);
+        ids = (better & (index + at)) | (~better & ids);
+        odd |= 0x7f800000 - (reinterpret_cast<Ints>(value) & 0x7fffffff);
+      });
+      int chosen = 0;
+      bool is_number = odd[0] >= 0;
+      for (int i = 1; i < 16; i++) {
+        bool better = best[i] > best[chosen] || (best[i] == best[chosen] && ids[i] < ids[chosen]);
+        if (better) chosen = i;
+        is_number &= odd[i] >= 0;
+      }
+      op.ids[row] = ids[chosen];
+      op.values[row] = is_number ? best[chosen] : __builtin_nanf("");
+    }
+  });
+}
 
 // --- attention -----------------------------------------------------------------------------------
 
 // (section B)
 
+// (until section B is here)
+void run_rope(const void*, const Step*) {}
+void run_attend(const void*, const Step*) {}
+
 }  // namespace
+
+#if KAGARI_TIER == 2
+extern "C" const Tier kagari_tier_2 = {"avx512",
+#elif KAGARI_TIER == 1
+extern "C" const Tier kagari_tier_1 = {"avx2",
+#else
+extern "C" const Tier kagari_tier_0 = {"scalar",
+#endif
+    {run_embed, run_norm, run_gemm, run_rope, run_attend, run_gate, run_best},
+};
 
 #else  // ==== the threads and the choice of tier ==================================================
 
-// (section C)
+#include <atomic>
+#include <limits.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+#include <xmmintrin.h>
+
+namespace {
+
+// --- the pool ------------------------------------------------------------------------------------
+//
+// A job is cut into chunks. `claim` = job number << 24 | chunks left: a thread owns a chunk once its
+// compare-exchange has taken one off, so a thread that wakes late, with an old job in mind, fails
+// and touches nothing. What the job is may be read by owners of a chunk only; it is written only
+// between jobs, when no chunk is owned. The caller waits for owned chunks, never for a thread that
+// has not woken. (A number recurs after 2^40 jobs: years.)
+
+constexpr int LEFT_BITS = 24, MAX_WORKERS = 255;
+constexpr uint64_t LEFT_MASK = (1 << LEFT_BITS) - 1;
+constexpr int64_t SPIN_NS = 100000;  // longer than the gaps between a step's jobs
+constexpr int64_t LOST_NS = 2000000, FIRST_REST_NS = 5000000, LAST_REST_NS = 320000000;
+
+using Body = void (*)(void*, int64_t, int64_t);
+
+struct Job { Body body; void* context; int64_t count, grain, chunks; };
+
+alignas(64) std::atomic<uint64_t> claim;
+Job job;
+std::atomic<int> caller_cpu;
+alignas(64) std::atomic<uint32_t> done;    // chunks of this job that workers have finished
+std::atomic<uint32_t> caller_sleeps;
+std::atomic<int64_t> wait_began;
+alignas(64) std::atomic<uint32_t> bell;    // futex of the workers: counts wake-ups
+std::atomic<uint32_t> sleepers;            // at least the workers that sleep or are about to
+std::atomic<uint32_t> stopping;
+std::atomic<int32_t> resting;
+alignas(64) std::atomic<uint32_t> in_use;  // a caller is inside; a second one goes alone
+
+pthread_t workers[MAX_WORKERS];
+int num_workers;
+pid_t home;  // a forked child has no workers to join
+int64_t jobs, long_waits, longest_wait_ns;
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+
+void sleep_on(std::atomic<uint32_t>& word, uint32_t value, int64_t ns = 0) {  // 0: for good
+  timespec limit{ns / 1000000000, ns % 1000000000};
+  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, ns ? &limit : nullptr, nullptr, 0);
+}
+
+void wake_all(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+
+template <class Ready>
+bool spin(int64_t ns, const Ready& ready, bool gives_way) {  // until ready, or for ns
+  for (int64_t start = 0; ; ) {
+    for (int i = 0; i < 32; i++) {
+      if (ready()) return true;
+      _mm_pause();
+    }
+    if (gives_way && sched_getcpu() == caller_cpu.load(std::memory_order_relaxed)) return false;
+    int64_t now = now_ns();
+    if (!start) start = now;
+    if (now - start > ns) return false;
+  }
+}
+
+uint32_t work(uint64_t number) {  // runs chunks of this job until none is left; returns how many
+  uint32_t ran = 0;
+  uint64_t at = claim.load(std::memory_order_acquire);
+  while (at >> LEFT_BITS == number && (at & LEFT_MASK)) {
+    if (!claim.compare_exchange_weak(at, at - 1, std::memory_order_acq_rel,
+                                     std::memory_order_acquire)) continue;
+    int64_t begin = (job.chunks - (int64_t)(at & LEFT_MASK)) * job.grain;
+    int64_t end = begin + job.grain;
+    job.body(job.context, begin, end < job.count ? end : job.count);
+    ran++;
+    at = claim.load(std::memory_order_acquire);
+  }
+  return ran;
+}
+
+// Where other programs use the CPUs, a worker may be descheduled inside a chunk while the caller
+// waits. One that loses the caller more than a third of the time brings nothing: it rests, for twice
+// as long each time it soon happens again.
+struct Rest {
+  int64_t ns = FIRST_REST_NS, ended = 0, lost = 0, counted = 0;
+  long switches = 0;
+
+  void count() {  // the caller has been waiting for this worker, who may be to blame
+    rusage used;
+    getrusage(RUSAGE_THREAD, &used);
+    bool was_descheduled = used.ru_nivcsw != switches;
+    switches = used.ru_nivcsw;
+    if (!was_descheduled) return;
+    int64_t now = now_ns();
+    lost -= (now - counted) / 3;
+    lost = (lost > 0 ? lost : 0) + now - wait_began.load();
+    counted = now;
+    if (lost > LOST_NS) take();
+  }
+
+  void take() {
+    int64_t now = now_ns();
+    ns = now - ended > 8 * ns ? FIRST_REST_NS : ns < LAST_REST_NS ? 2 * ns : ns;
+    resting.fetch_add(1);
+    for (int64_t end = now + ns; now < end && !stopping.load(); now = now_ns())
+      sleep_on(stopping, 0, end - now);
+    resting.fetch_sub(1);
+    ended = counted = now;
+    lost = 0;
+  }
+};
+
+bool move_away() {  // from the caller's CPU; false where there is no other
+  cpu_set_t allowed, others;
+  if (sched_getaffinity(0, sizeof allowed, &allowed)) return false;
+  others = allowed;
+  CPU_CLR(caller_cpu.load(std::memory_order_relaxed), &others);
+  bool moved = CPU_COUNT(&others) && !sched_setaffinity(0, sizeof others, &others);
+  return moved && !sched_setaffinity(0, sizeof allowed, &allowed);
+}
+
+void* worker(void*) {
+  Rest rest;
+  uint64_t seen = claim.load() >> LEFT_BITS;
+  auto called = [&] {
+    return claim.load(std::memory_order_acquire) >> LEFT_BITS != seen || stopping.load();
+  };
+  while (true) {
+    if (!spin(SPIN_NS, called, true)) {
+      sleepers.fetch_add(1);
+      uint32_t rung = bell.load();
+      if (!called()) sleep_on(bell, rung);
+      if (sched_getcpu() == caller_cpu.load(std::memory_order_relaxed) && !move_away()) rest.take();
+      continue;
+    }
+    if (stopping.load()) return nullptr;
+    seen = claim.load(std::memory_order_acquire) >> LEFT_BITS;
+    if (uint32_t ran = work(seen)) {
+      done.fetch_add(ran);  // the caller may go on: from here the job is not ours to touch
+      if (caller_sleeps.load()) {
+        wake_all(done);
+        rest.count();
+      }
+    }
+  }
+}
+
+void wait_for(uint32_t others) {
+  auto finished = [&] { return done.load() == others; };
+  if (finished()) return;
+  int64_t start = now_ns();
+  wait_began.store(start);
+  while (!spin(SPIN_NS, finished, false)) {  // a worker was descheduled inside a chunk: give way
+    caller_sleeps.store(1);
+    uint32_t before = done.load();
+    if (before != others) sleep_on(done, before);
+    caller_sleeps.store(0);
+  }
+  int64_t waited = now_ns() - start;
+  if (waited > 1000000) long_waits++;
+  if (waited > longest_wait_ns) longest_wait_ns = waited;
+}
+
+void ring() {
+  if (sleepers.load() && sleepers.exchange(0)) {
+    bell.fetch_add(1);
+    wake_all(bell);
+  }
+}
+
+void stop_workers() {
+  if (home == getpid()) {
+    stopping.store(1);
+    bell.fetch_add(1);
+    wake_all(bell);
+    wake_all(stopping);
+    for (int i = 0; i < num_workers; i++) pthread_join(workers[i], nullptr);
+  } else {
+    in_use.store(0);
+  }
+  num_workers = 0;
+  stopping.store(0);
+  sleepers.store(0);
+}
+
+bool start_workers(int count) {
+  home = getpid();
+  sigset_t all, before;  // signals are the main thread's
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  while (num_workers < count) {
+    if (pthread_create(&workers[num_workers], nullptr, worker, nullptr)) break;
+    num_workers++;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return num_workers == count;
+}
+
+// --- the tiers -----------------------------------------------------------------------------------
+
+const Tier* tier = nullptr;
+
+bool cpu_has(int index) {
+  if (index == 2)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
+           __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma");
+  if (index == 1)
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __builtin_cpu_supports("f16c");
+  return index == 0;
+}
+
+}  // namespace
+
+extern "C" void kagari_parallel(int64_t count, int64_t grain, Body body, void* context) {
+  int64_t chunks = count <= 0 ? 0 : (count + grain - 1) / grain;
+  if (chunks < 2 || chunks > (int64_t)LEFT_MASK || !num_workers || in_use.exchange(1)) {
+    for (int64_t begin = 0; begin < count; begin += grain)
+      body(context, begin, begin + grain < count ? begin + grain : count);
+    return;
+  }
+  jobs++;
+  caller_cpu.store(sched_getcpu(), std::memory_order_relaxed);
+  job = {body, context, count, grain, chunks};
+  done.store(0, std::memory_order_relaxed);
+  uint64_t number = (claim.load(std::memory_order_relaxed) >> LEFT_BITS) + 1;
+  claim.store(number << LEFT_BITS | (uint64_t)chunks);
+  ring();
+  wait_for((uint32_t)chunks - work(number));
+  in_use.store(0);
+}
+
+EXPORT int32_t kagari_open(int32_t index, int32_t threads) {
+  // → the tier (-1 asks for the best); -1: this CPU lacks it; -2: the threads cannot start
+  __builtin_cpu_init();
+  if (index < 0) for (index = 2; !cpu_has(index); ) index--;
+  if (index > 2 || !cpu_has(index)) return -1;
+  stop_workers();
+  const Tier* tiers[] = {&kagari_tier_0, &kagari_tier_1, &kagari_tier_2};
+  tier = tiers[index];
+  if (threads < 1 || threads > MAX_WORKERS + 1 || !start_workers(threads - 1)) {
+    stop_workers();
+    return -2;
+  }
+  return index;
+}
+
+EXPORT void kagari_close() { stop_workers(); }
+
+EXPORT const char* kagari_tier_name() { return tier ? tier->name : ""; }
+
+EXPORT void kagari_run(const Op* ops, int32_t count, const Step* step) {
+  unsigned mode = _mm_getcsr();
+  _mm_setcsr(0x1f80);  // the workers' rounding and subnormals, whatever the caller has set
+  for (int32_t i = 0; i < count; i++) tier->run[ops[i].kind](ops[i].args, step);
+  _mm_setcsr(mode);
+}
+
+EXPORT void kagari_pool_stats(int64_t* out) {  // jobs, waits over 1 ms, longest wait µs, workers
+  int64_t stats[] = {jobs, long_waits, longest_wait_ns / 1000, num_workers - resting.load()};
+  memcpy(out, stats, sizeof stats);
+}
+
+EXPORT void kagari_verify_tags(const int64_t* tags, const int32_t* pages,
+                               const int64_t* generations, const int32_t* rows, int64_t pairs,
+                               uint8_t* wrong) {  // see reference.py; wrong [rows] comes zeroed
+  for (int64_t i = 0; i < pairs; i++) wrong[rows[i]] |= tags[pages[i]] != generations[i];
+}
+
+EXPORT int64_t kagari_sizeof(int32_t index) {  // of the structs, in the file's order
+  static const int64_t sizes[] = {sizeof(Packed), sizeof(Quants), sizeof(Span), sizeof(Step),
+                                  sizeof(Arena), sizeof(Embed), sizeof(Norm), sizeof(Gemm),
+                                  sizeof(Rope), sizeof(Attend), sizeof(Gate), sizeof(Best),
+                                  sizeof(Op)};
+  return index >= 0 && index < 13 ? sizes[index] : -1;
+}
+
+// --- packing -------------------------------------------------------------------------------------
+
+namespace {
+
+uint16_t to_half(float value) {  // to nearest, ties to even
+  uint32_t bits, sign;
+  memcpy(&bits, &value, sizeof bits);
+  sign = bits >> 16 & 0x8000;
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return sign | 0x7e00;
+  if (bits >= 0x477ff000) return sign | 0x7c00;
+  if (bits >= 0x38800000) return sign | (bits + 0xfff + (bits >> 13 & 1) - 0x38000000) >> 13;
+  memcpy(&value, &bits, sizeof value);
+  value += 0.5f;  // whose last bit is worth a subnormal's
+  memcpy(&bits, &value, sizeof bits);
+  return sign | (bits - 0x3f000000);
+}
+
+struct Block {  // 32 weights of an output
+  uint8_t quants[32];  // as stored: those of 8 bits + 128
+  float scales[2], minima[2];
+};
+
+void put(const Block& block, const Packed& as, uint8_t* run, int lane) {
+  for (int i = 0; i < 32; i += 4)
+    if (as.bits == 8)
+      memcpy(run + i * 16 + lane * 4, block.quants + i, 4);
+    else if (i < 16)
+      for (int j = i; j < i + 4; j++)
+        run[i * 16 + lane * 4 + j - i] = block.quants[j] | block.quants[j + 16] << 4;
+  const int halves = 32 / as.block, size = as.wide ? 4 : 2;
+  uint8_t* at = run + 64 * as.bits + lane * size;
+  for (int i = 0; i < halves * (as.has_min ? 2 : 1); i++, at += 16 * size) {
+    const float value = i < halves ? block.scales[i] : block.minima[i - halves];
+    const uint16_t half = to_half(value);
+    if (as.wide) memcpy(at, &value, 4); else memcpy(at, &half, 2);
+  }
+}
+
+// Calls read(output, block of 32 inputs, Block&) for the outputs [0, n) and packs what it gives.
+template <class Read>
+void pack(const Packed& as, uint8_t* out, const Read& read) {
+  const auto tile = [&](int64_t begin, int64_t end) {
+    const int64_t blocks = as.k / 32, bytes = run_bytes(as);
+    memset(out + begin * blocks * bytes, 0, (end - begin) * blocks * bytes);
+    for (int64_t output = begin * 16; output < end * 16 && output < as.n; output++)
+      for (int64_t i = 0; i < blocks; i++) {
+        Block block;
+        read(output, i, block);
+        put(block, as, out + (output / 16 * blocks + i) * bytes, output % 16);
+      }
+  };
+  kagari_parallel((as.n + 15) / 16, 4, [](void* context, int64_t begin, int64_t end) {
+    (*static_cast<const decltype(tile)*>(context))(begin, end);
+  }, const_cast<void*>(static_cast<const void*>(&tile)));
+}
+
+struct Ggml { int32_t type, bits, block, wide, has_min, weights, bytes; };  // ggml-common.h
+
+constexpr Ggml kGgml[] = {
+    {2, 4, 32, 0, 1, 32, 18},    {3, 4, 32, 0, 1, 32, 20},    {6, 8, 32, 0, 0, 32, 22},
+    {7, 8, 32, 0, 1, 32, 24},    {8, 8, 32, 0, 0, 32, 34},    {12, 4, 32, 1, 1, 256, 144},
+    {13, 8, 32, 1, 1, 256, 176}, {14, 8, 16, 1, 0, 256, 210},
+};
+
+const Ggml* find_ggml(int32_t type) {
+  for (const Ggml& form : kGgml)
+    if (form.type == type) return &form;
+  return nullptr;
+}
+
+float half_at(const uint8_t* at) {
+  uint16_t half;
+  memcpy(&half, at, sizeof half);
+  return from_half(half);
+}
+
+// The 32 weights from `part` × 32 of a block as GGML has them, exactly.
+void read_ggml(int32_t type, const uint8_t* from, int part, Block& to) {
+  const float d = half_at(from), m = half_at(from + 2);
+  to.scales[0] = d;
+  to.minima[0] = type == 2 ? -8 * d : m;
+  const int head = type == 2 ? 2 : type == 3 ? 4 : type == 6 ? 6 : 8;
+  uint32_t fifths = 0;
+  if (type == 6 || type == 7) memcpy(&fifths, from + head - 4, 4);
+  if (type < 8) {  // q4_0, q4_1, q5_0, q5_1
+    const int zero = type == 6 ? 112 : type == 7 ? 128 : 0;
+    for (int i = 0; i < 32; i++)
+      to.quants[i] = (from[head + i % 16] >> (i / 16 * 4) & 15) + (fifths >> i & 1) * 16 + zero;
+  } else if (type == 8) {  // q8_0
+    for (int i = 0; i < 32; i++) to.quants[i] = from[2 + i] ^ 128;
+  } else if (type == 14) {  // q6_K
+    const uint8_t *low = from + part / 4 * 64 + part % 2 * 32, *high = from + 128 + part / 4 * 32;
+    for (int i = 0; i < 32; i++)
+      to.quants[i] = 96 + (low[i] >> (part % 4 / 2 * 4) & 15) + (high[i] >> part % 4 * 2 & 3) * 16;
+    for (int i = 0; i < 2; i++)
+      to.scales[i] = half_at(from + 208) * static_cast<int8_t>(from[192 + 2 * part + i]);
+  } else {  // q4_K, q5_K: 6-bit scales and minima, eight of each in twelve bytes
+    const uint8_t *six = from + 4, *quants = from + (type == 12 ? 16 : 48) + part / 2 * 32;
+    const int j = part % 4;
+    to.scales[0] = d * (part < 4 ? six[j] & 63 : (six[j + 8] & 15) | six[j] >> 6 << 4);
+    to.minima[0] = -m * (part < 4 ? six[j + 4] & 63 : six[j + 8] >> 4 | six[j + 4] >> 6 << 4);
+    for (int i = 0; i < 32; i++)
+      to.quants[i] = (quants[i] >> (part % 2 * 4) & 15) +
+                     (type == 13 ? 128 + (from[16 + i] >> part & 1) * 16 : 0);
+  }
+}
+
+}  // namespace
+
+EXPORT int64_t kagari_packed_bytes(int64_t n, int64_t k, int32_t bits, int32_t block, int32_t wide,
+                                   int32_t has_min) {
+  return (n + 15) / 16 * (k / 32) * run_bytes({nullptr, 0, 0, bits, block, wide, has_min});
+}
+
+EXPORT int32_t kagari_ggml_form(int32_t ggml_type, int32_t* bits, int32_t* block, int32_t* wide,
+                                int32_t* has_min) {
+  const Ggml* form = find_ggml(ggml_type);
+  if (!form) return -1;
+  *bits = form->bits, *block = form->block, *wide = form->wide, *has_min = form->has_min;
+  return 0;
+}
+
+// Rows of GGML blocks; output i is row order[i], or i. Returns -1 for a type without a kernel.
+EXPORT int32_t kagari_pack_ggml(int32_t ggml_type, const uint8_t* rows, int64_t n, int64_t k,
+                                const int32_t* order, uint8_t* out) {
+  const Ggml* form = find_ggml(ggml_type);
+  if (!form || k % form->weights) return -1;
+  const int64_t parts = form->weights / 32, row_bytes = k / form->weights * form->bytes;
+  const Packed as{nullptr, int32_t(n), int32_t(k), form->bits, form->block, form->wide,
+                  form->has_min};
+  pack(as, out, [&](int64_t output, int64_t i, Block& block) {
+    const uint8_t* row = rows + (order ? order[output] : output) * row_bytes;
+    read_ggml(ggml_type, row + i / parts * form->bytes, i % parts, block);
+  });
+  return 0;
+}
+
+// quants [n][k], unsigned if of 4 bits, signed if of 8; scales and minima [n][k / block].
+EXPORT void kagari_pack(const uint8_t* quants, const float* scales, const float* minima,
+                        const Packed* describing, uint8_t* out) {
+  const Packed& as = *describing;
+  pack(as, out, [&](int64_t output, int64_t i, Block& block) {
+    const int halves = 32 / as.block;
+    for (int j = 0; j < 32; j++)
+      block.quants[j] = quants[output * as.k + i * 32 + j] ^ (as.bits == 8 ? 128 : 0);
+    for (int j = 0; j < halves; j++) {
+      const int64_t at = (output * (as.k / 32) + i) * halves + j;
+      block.scales[j] = scales[at];
+      block.minima[j] = minima ? minima[at] : 0;
+    }
+  });
+}
 
 #endif

@@ -1,0 +1,230 @@
+"""Compiles kernels.cpp once and keeps the result in the cache folder, whole or not at all."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+FLAGS = (
+    *("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden"),
+    *("-fno-exceptions", "-fno-rtti", "-pthread", "-Wall", "-Wextra", "-Wno-psabi"),
+)
+# Never -march=native: the file serves whichever CPU loads it, by the tiers that CPU has.
+UNITS = {
+    "host": (),
+    "scalar": ("-DKAGARI_TIER=0",),
+    "avx2": ("-DKAGARI_TIER=1", "-mavx2", "-mfma", "-mf16c"),
+    "avx512": ("-DKAGARI_TIER=2", "-march=x86-64-v4", "-mavx512vnni"),
+}
+LINK_FLAGS = ("-shared", "-pthread", "-Wl,--as-needed")
+BUILD_S = 120.0  # for everything: waiting for another builder, compiling, linking
+KEPT_BUILDS = 4
+TOLD_LINES = 6  # of a compiler's errors
+
+
+class NoKernels(Exception):
+    """There is no library for this machine; the text says why in one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    command: tuple[str, ...]
+    version: str  # all that it says to --version
+
+
+def cache_folder() -> Path:
+    """KAGARI_CACHE, else ~/.cache/kagari."""
+    named = os.environ.get("KAGARI_CACHE")
+    return Path(named or "~/.cache/kagari").expanduser().absolute()
+
+
+def find_compiler() -> Compiler | None:
+    """The first of $CXX, g++, clang++ that answers."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    for command in ([named] if named else []) + [["g++"], ["clang++"]]:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            asked = subprocess.run(
+                [*command, "--version"], capture_output=True, text=True, timeout=10, check=True
+            )
+            return Compiler(tuple(command), asked.stdout)
+    return None
+
+
+def source_key() -> str:
+    """Changes with whatever changes the result, apart from the compiler's version."""
+    told = (SOURCE.read_text(), FLAGS, UNITS, LINK_FLAGS, platform.machine(), platform.libc_ver())
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+
+
+def library_file(*, cache: Path | None = None, build_s: float = BUILD_S) -> Path:
+    """The compiled kernels: from the cache, else compiled now (seconds).
+
+    Without a compiler a build by any compiler serves. Raises NoKernels.
+    """
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise NoKernels(f"the kernels are for Linux on x86-64, not {platform.platform(terse=True)}")
+    folder = (cache or cache_folder()) / "kernels"
+    key, compiler = source_key(), find_compiler()
+    if compiler is None:
+        for build in sorted(folder.glob(f"{key}-*"), key=_last_used, reverse=True):
+            if is_sound(build):
+                return build / "kernels.so"
+        raise NoKernels("no C++ compiler was found (g++, clang++ or $CXX), and no earlier build")
+    build = folder / f"{key}-{hashlib.sha256(compiler.version.encode()).hexdigest()[:8]}"
+    if is_sound(build):
+        with contextlib.suppress(OSError):
+            os.utime(build)
+        return build / "kernels.so"
+    deadline = time.monotonic() + build_s
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _only_builder(folder, deadline=deadline):
+            if not is_sound(build):  # another builder may have been first
+                _replace(build, compiler, deadline=deadline)
+                _prune(folder, keep=build)
+    except OSError:  # a cache that cannot be written
+        return _private_build(compiler, deadline=deadline)
+    return build / "kernels.so"
+
+
+def discard(path: Path) -> None:
+    """Forgets a build that could not be loaded, so that the next library_file compiles anew."""
+    shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def is_sound(build: Path) -> bool:
+    """Whether the build is whole, and nobody but this user or root could have changed it."""
+    try:
+        library = (build / "kernels.so").read_bytes()
+        told = (build / "sha256").read_text()
+        owned = all(
+            (status := path.stat()).st_uid in {0, os.getuid()} and not status.st_mode & 0o022
+            for path in (build, build / "kernels.so")
+        )
+    except (OSError, UnicodeDecodeError):
+        return False
+    return owned and hashlib.sha256(library).hexdigest() == told
+
+
+def compile_library(
+    to: Path, compiler: Compiler, *, deadline: float, extra: Sequence[str] = ()
+) -> None:
+    """Compiles the units, two at a time, in the folder of `to`, and links them; extra: flags for
+    both. Raises NoKernels."""
+
+    def compile_unit(name: str) -> str:
+        unit = str(to.with_name(f"{name}.o"))
+        flags = (*FLAGS, *UNITS[name], *extra)
+        _run([*compiler.command, *flags, "-c", str(SOURCE), "-o", unit], deadline=deadline)
+        return unit
+
+    with ThreadPoolExecutor(2) as pool:
+        units = list(pool.map(compile_unit, reversed(UNITS)))  # the longest first
+    _run([*compiler.command, *LINK_FLAGS, *extra, *units, "-o", str(to)], deadline=deadline)
+    for unit in units:
+        os.unlink(unit)
+
+
+def _run(command: list[str], *, deadline: float) -> None:
+    """In a process group of its own: a compiler's driver leaves its children when it is killed."""
+    left = deadline - time.monotonic()
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        env={**os.environ, "LC_ALL": "C"},
+    ) as process:
+        try:
+            _, told = process.communicate(timeout=max(0.0, left))
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise NoKernels("compiling took too long and was ended") from None
+            raise
+    if process.returncode:
+        lines = "\n".join(told.strip().splitlines()[-TOLD_LINES:])
+        raise NoKernels(f"{command[0]} failed with {process.returncode}:\n{lines}")
+
+
+@contextlib.contextmanager
+def _only_builder(folder: Path, *, deadline: float) -> Iterator[None]:
+    """One builder at a time, by a lock that ends with its process. Raises NoKernels."""
+    with (folder / ".lock").open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise NoKernels(
+                        f"another process has been compiling for too long ({folder})"
+                    ) from None
+                time.sleep(0.05)
+        yield
+
+
+def _replace(build: Path, compiler: Compiler, *, deadline: float) -> None:
+    """Puts a new build in place by one rename; a broken one is moved away before."""
+    made = Path(tempfile.mkdtemp(prefix="building-", dir=build.parent))
+    try:
+        _fill(made, compiler, deadline=deadline)
+        made.chmod(0o755)
+        if build.exists():
+            build.rename(made.with_name(f"{made.name}-broken"))
+        made.rename(build)
+    finally:
+        for leftover in build.parent.glob(
+            "building-*"
+        ):  # also a killed builder's: we hold the lock
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _fill(made: Path, compiler: Compiler, *, deadline: float) -> None:
+    library = made / "kernels.so"
+    compile_library(library, compiler, deadline=deadline)
+    library.chmod(0o755)
+    (made / "sha256").write_text(hashlib.sha256(library.read_bytes()).hexdigest())
+
+
+def _private_build(compiler: Compiler, *, deadline: float) -> Path:
+    made = Path(tempfile.mkdtemp(prefix="kagari-kernels-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    try:
+        _fill(made, compiler, deadline=deadline)
+    except OSError as error:
+        raise NoKernels(f"neither the cache nor {made} can be written: {error}") from error
+    return made / "kernels.so"
+
+
+def _last_used(build: Path) -> float:
+    try:
+        return build.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _prune(folder: Path, *, keep: Path) -> None:
+    builds = [path for path in folder.iterdir() if path.is_dir() and path != keep]
+    for old in sorted(builds, key=_last_used, reverse=True)[KEPT_BUILDS - 1 :]:
+        shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,371 @@
+"""The CPU kernels' quantised products: exact weights, known rounding, and bits of a row's own."""
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.config import ConfigError
+from engine.execute.kernels.cpu import library
+from engine.execute.kernels.cpu.library import TIERS, Embed, Gate, Gemm, Library, Packed, Step
+from engine.execute.weights import ggml_blocks
+
+FORMATS = {form.name: (code, form) for code, form in ggml_blocks.FORMATS.items()}
+QUANTISED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
+HALVES = {  # where a block's fp16 numbers are, and how large they may be
+    "q4_0": {0: 0.02},
+    "q4_1": {0: 0.02, 2: 0.2},
+    "q5_0": {0: 0.01},
+    "q5_1": {0: 0.01, 2: 0.2},
+    "q8_0": {0: 0.002},
+    "q4_k": {0: 3e-4, 2: 3e-3},
+    "q5_k": {0: 2e-4, 2: 3e-3},
+    "q6_k": {208: 1e-4},
+}
+SHAPES = [(1, 32), (17, 256), (40, 288), (96, 576), (130, 1536)]  # outputs, inputs
+LIMIT = {True: 32512, False: 127}  # the largest integer, with both planes and with one
+
+
+def opened(tier: str, threads: int) -> Library:
+    try:
+        found = library.load(tier=tier, threads=threads)
+    except ConfigError:
+        pytest.skip(f"this CPU has no {tier}")
+    if found is None:
+        pytest.skip(f"no kernels here: {library.why_absent()}")
+    return found
+
+
+@pytest.fixture(params=TIERS)
+def kernels(request: pytest.FixtureRequest) -> Iterator[Library]:
+    found = opened(request.param, 1)
+    yield found
+    found.close()
+
+
+def random_blocks(name: str, n: int, k: int) -> Tensor:
+    """Bytes of n rows in a GGML format, with scales of both signs."""
+    _, form = FORMATS[name]
+    data = torch.randint(0, 256, (n * k // form.weights, form.num_bytes), dtype=torch.uint8)
+    for at, size in HALVES[name].items():
+        numbers = (size * torch.randn(len(data))).half()
+        data[:, at : at + 2] = numbers.view(torch.uint8).view(-1, 2)
+    return data.view(n, -1)
+
+
+@dataclass
+class Weights:
+    """Packed rows beside what they mean."""
+
+    packed: Packed
+    exact: Tensor  # fp32 [n, k]
+    data: Tensor
+
+    @staticmethod
+    def of(
+        kernels: Library, name: str, n: int, k: int, *, order: Tensor | None = None
+    ) -> "Weights":
+        code, form = FORMATS[name]
+        rows = random_blocks(name, n, k)
+        numbers = [ctypes.c_int32() for _ in range(4)]
+        assert kernels.functions.kagari_ggml_form(code, *map(ctypes.byref, numbers)) == 0
+        bits, block, wide, has_min = (number.value for number in numbers)
+        size = kernels.functions.kagari_packed_bytes(n, k, bits, block, wide, has_min)
+        data = torch.full((size,), 255, dtype=torch.uint8)
+        picked = None if order is None else order.data_ptr()
+        done = kernels.functions.kagari_pack_ggml(
+            code, rows.data_ptr(), n, k, picked, data.data_ptr()
+        )
+        assert done == 0
+        exact = ggml_blocks.unpack(form, rows.view(-1)).view(n, k)
+        exact = exact if order is None else exact[order.long()]
+        packed = Packed(data.data_ptr(), -(-n // 16) * 16, k, bits, block, wide, has_min)
+        return Weights(packed, exact, data)
+
+
+@dataclass
+class Quants:
+    """Rows of activations as integers, as the kernels take them."""
+
+    high: Tensor  # int8 [rows, k]
+    low: Tensor | None
+    scales: Tensor  # fp32 [rows, k / 32]
+    sums: Tensor  # int32 [rows, k / 16]
+
+    @staticmethod
+    def of(x: Tensor, *, both: bool) -> "Quants":
+        """By torch, to the kernels' rule."""
+        blocks = x.view(len(x), -1, 32)
+        largest = blocks.abs().amax(2)
+        factor = torch.where(largest == 0, 0, torch.tensor(float(LIMIT[both])) / largest)
+        values = torch.round(blocks * factor[:, :, None]).int().view(len(x), -1)
+        high = (values + 128) >> 8 if both else values
+        return Quants(
+            high=high.to(torch.int8),
+            low=(values - (high << 8)).to(torch.int8) if both else None,
+            scales=largest / LIMIT[both],
+            sums=values.view(len(x), -1, 16).sum(2, dtype=torch.int32),
+        )
+
+    @staticmethod
+    def empty(rows: int, k: int, *, both: bool) -> "Quants":
+        return Quants(
+            high=torch.full((rows, k), 99, dtype=torch.int8),
+            low=torch.full((rows, k), 99, dtype=torch.int8) if both else None,
+            scales=torch.full((rows, k // 32), 99.0),
+            sums=torch.full((rows, k // 16), 99, dtype=torch.int32),
+        )
+
+    def struct(self) -> library.Quants:
+        low = None if self.low is None else self.low.data_ptr()
+        return library.Quants(
+            self.high.data_ptr(),
+            low,
+            self.scales.data_ptr(),
+            self.sums.data_ptr(),
+            self.high.shape[1],
+        )
+
+    def values(self) -> Tensor:
+        integers = self.high.double()
+        if self.low is not None:
+            integers = integers * 256 + self.low
+        return integers * self.scales.double().repeat_interleave(32, 1)
+
+    def row(self, index: int) -> "Quants":
+        one = slice(index, index + 1)
+        low = None if self.low is None else self.low[one]
+        return Quants(self.high[one], low, self.scales[one], self.sums[one])
+
+
+def product(
+    kernels: Library, weights: Weights, quants: Quants, *, bias: Tensor | None = None
+) -> Tensor:
+    """fp32 [rows, n]."""
+    rows, n = len(quants.high), len(weights.exact)
+    out = torch.full((rows, n + 3), -7.0)
+    struct = quants.struct()
+    gemm = Gemm(
+        ctypes.pointer(weights.packed),
+        ctypes.pointer(struct),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        n,
+        n + 3,
+        0,
+    )
+    kernels.run(library.program([gemm]), Step(rows=rows))
+    assert (out[:, n:] == -7).all(), "only the columns asked for are written"
+    return out[:, :n].contiguous()
+
+
+def embedded(kernels: Library, weights: Weights, ids: Tensor, *, scale: float = 1.0) -> Tensor:
+    out = torch.empty(len(ids), weights.packed.k)
+    embed = Embed(ctypes.pointer(weights.packed), out.data_ptr(), scale)
+    kernels.run(library.program([embed]), Step(rows=len(ids), ids=ids.data_ptr()))
+    return out
+
+
+def quantised(kernels: Library, x: Tensor, *, both: bool) -> Quants:
+    """By the kernels: silu(64) × x / 64 = x, exactly, is quantised where the gate writes it."""
+    rows, k = x.shape
+    halves = torch.cat((torch.full_like(x, 64), x / 64), 1)
+    quants = Quants.empty(rows, k, both=both)
+    struct = quants.struct()
+    gate = Gate(halves.data_ptr(), None, ctypes.pointer(struct), k, 0)
+    kernels.run(library.program([gate]), Step(rows=rows))
+    return quants
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize(("n", "k"), [(1, 256), (17, 256), (40, 768)])
+def test_weights_stay_exactly_the_files(kernels: Library, name: str, n: int, k: int) -> None:
+    weights = Weights.of(kernels, name, n, k)
+    ids = torch.randint(0, n, (33,), dtype=torch.int32)
+    assert torch.equal(embedded(kernels, weights, ids), weights.exact[ids.long()])
+    doubled = embedded(kernels, weights, ids, scale=2.0)
+    assert torch.equal(doubled, 2 * weights.exact[ids.long()])
+
+
+def test_rows_are_packed_in_the_order_given(kernels: Library) -> None:
+    order = torch.randperm(40).int()
+    weights = Weights.of(kernels, "q4_1", 40, 96, order=order)
+    everything = torch.arange(40, dtype=torch.int32)
+    assert torch.equal(embedded(kernels, weights, everything), weights.exact)
+
+
+def test_unknown_types_and_broken_blocks_are_refused(kernels: Library) -> None:
+    pack = kernels.functions.kagari_pack_ggml
+    assert pack(10, None, 16, 256, None, None) == -1  # q2_K
+    assert pack(12, None, 16, 128, None, None) == -1  # half a block
+    assert kernels.functions.kagari_ggml_form(10, *[None] * 4) == -1
+
+
+@pytest.mark.parametrize(("bits", "block", "wide", "has_min"), [
+    (4, 32, 0, 1), (4, 16, 1, 0), (4, 32, 1, 1), (8, 32, 0, 0), (8, 16, 0, 1), (8, 32, 1, 1),
+])  # fmt: skip
+def test_any_integers_are_packed_and_multiplied(
+    kernels: Library, bits: int, block: int, wide: int, has_min: int
+) -> None:
+    n, k = 24, 160
+    low, high = (0, 16) if bits == 4 else (-128, 128)
+    quants = torch.randint(low, high, (n, k)).to(torch.uint8 if bits == 4 else torch.int8)
+    scales = torch.randn(n, k // block)
+    minima = torch.randn(n, k // block)
+    if not wide:
+        scales, minima = scales.half().float(), minima.half().float()
+    size = kernels.functions.kagari_packed_bytes(n, k, bits, block, wide, has_min)
+    data = torch.full((size,), 255, dtype=torch.uint8)
+    described = Packed(None, n, k, bits, block, wide, has_min)
+    kernels.functions.kagari_pack(
+        quants.data_ptr(),
+        scales.data_ptr(),
+        minima.data_ptr() if has_min else None,
+        ctypes.byref(described),
+        data.data_ptr(),
+    )
+    exact = quants * scales.repeat_interleave(block, 1)
+    if has_min:
+        exact = exact + minima.repeat_interleave(block, 1)
+    packed = Packed(data.data_ptr(), 32, k, bits, block, wide, has_min)
+    weights = Weights(packed, exact, data)
+    everything = torch.arange(n, dtype=torch.int32)
+    assert torch.equal(embedded(kernels, weights, everything), exact)
+    check_product(kernels, weights, torch.randn(7, k), both=True)
+
+
+def check_product(kernels: Library, weights: Weights, x: Tensor, *, both: bool) -> None:
+    quants = Quants.of(x, both=both)
+    out = product(kernels, weights, quants).double()
+    exact = weights.exact.double()
+    summed = quants.values() @ exact.T  # of what the kernel was given: only its sums round
+    sizes = quants.values().abs() @ exact.abs().T
+    assert ((out - summed).abs() <= 4e-6 * sizes + 1e-12).all()
+    # Of the activations themselves: half a step of its block's largest for each input.
+    blocks = x.double().view(len(x), -1, 32)
+    steps = blocks.abs().amax(2, keepdim=True).expand_as(blocks).reshape(x.shape) / LIMIT[both]
+    bound = 0.5001 * steps @ exact.abs().T + 4e-6 * sizes + 1e-12
+    assert ((out - x.double() @ exact.T).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("both", [True, False], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 17, 33, 100])
+def test_products_are_within_their_rounding(
+    kernels: Library, name: str, rows: int, both: bool
+) -> None:
+    for n, k in SHAPES:
+        if k % FORMATS[name][1].weights == 0:
+            weights = Weights.of(kernels, name, n, k)
+            check_product(kernels, weights, 3 * torch.randn(rows, k), both=both)
+
+
+@pytest.mark.parametrize("both", [True, False], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize("name", ["q4_1", "q8_0", "q5_1", "q6_k"])
+def test_a_rows_bits_are_its_own(kernels: Library, name: str, both: bool) -> None:
+    weights = Weights.of(kernels, name, 40, 768)
+    quants = Quants.of(torch.randn(100, 768), both=both)
+    together = product(kernels, weights, quants)
+    alone = torch.cat([product(kernels, weights, quants.row(i)) for i in range(100)])
+    assert torch.equal(together, alone)
+    for count in (2, 3, 4, 6, 7, 65):
+        part = Quants(
+            quants.high[:count],
+            None if quants.low is None else quants.low[:count],
+            quants.scales[:count],
+            quants.sums[:count],
+        )
+        assert torch.equal(product(kernels, weights, part), together[:count])
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_threads_change_no_bit(tier: str) -> None:
+    one = opened(tier, 1)
+    weights = Weights.of(one, "q4_1", 200, 576)
+    quants = Quants.of(torch.randn(70, 576), both=True)
+    alone = product(one, weights, quants)
+    two = opened(tier, 2)
+    assert torch.equal(product(two, weights, quants), alone)
+    two.close()
+
+
+@pytest.mark.parametrize("name", ["q4_1", "q8_0", "q4_k", "q6_k"])
+def test_the_vector_tiers_agree_in_every_bit(name: str) -> None:
+    outs = []
+    torch.manual_seed(3)
+    x = torch.randn(9, 512)
+    for tier in ("avx2", "avx512"):
+        torch.manual_seed(4)
+        kernels = opened(tier, 1)
+        outs.append(product(kernels, Weights.of(kernels, name, 48, 512), Quants.of(x, both=True)))
+        kernels.close()
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("both", [True, False], ids=["16 bits", "8 bits"])
+def test_activations_are_rounded_to_nearest_even(kernels: Library, both: bool) -> None:
+    torch.manual_seed(5)
+    x = torch.randn(9, 96) * torch.logspace(-20, 20, 9)[:, None]
+    x[3] = 0
+    x[4, 32:64] = 0
+    x[5, :32] = torch.arange(32) - 16 + 0.5  # ties, with the largest that makes the factor 1
+    x[5, 0] = LIMIT[both]
+    quants, expected = quantised(kernels, x, both=both), Quants.of(x, both=both)
+    assert torch.equal(quants.high, expected.high)
+    if both:
+        assert quants.low is not None
+        assert expected.low is not None
+        assert torch.equal(quants.low, expected.low)
+    assert torch.equal(quants.scales, expected.scales)
+    assert torch.equal(quants.sums, expected.sums)
+
+
+def test_blocks_too_small_to_matter_become_zero(kernels: Library) -> None:
+    x = torch.full((1, 64), 1e-38)
+    x[0, 40] = 1.0
+    quants = quantised(kernels, x, both=True)
+    assert quants.scales[0, 0] == 0
+    assert not quants.high[0, :32].any()
+    assert quants.high[0, 40] == 127
+
+
+@pytest.mark.parametrize("both", [True, False], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_that_is_not_finite_becomes_nan_and_only_that_row(
+    kernels: Library, odd: float, both: bool
+) -> None:
+    x = torch.randn(6, 96)
+    x[2, 70] = odd
+    for name in ("q4_1", "q8_0"):
+        weights = Weights.of(kernels, name, 40, 96)
+        out = product(kernels, weights, quantised(kernels, x, both=both))
+        insane = out.isnan()
+        assert insane[2].all()
+        assert not insane[[0, 1, 3, 4, 5]].any()
+
+
+def test_bias_is_added_last_and_zero_rows_give_it_back(kernels: Library) -> None:
+    weights = Weights.of(kernels, "q4_1", 40, 96)
+    x = torch.randn(3, 96)
+    x[1] = 0
+    quants, bias = Quants.of(x, both=True), torch.randn(40)
+    with_bias = product(kernels, weights, quants, bias=bias)
+    assert torch.equal(with_bias, product(kernels, weights, quants) + bias)
+    assert torch.equal(with_bias[1], bias)
+
+
+def test_only_last_rows_and_none_at_all(kernels: Library) -> None:
+    weights = Weights.of(kernels, "q8_0", 32, 64)
+    quants = Quants.of(torch.randn(5, 64), both=True)
+    struct, out = quants.struct(), torch.full((5, 32), -7.0)
+    gemm = Gemm(
+        ctypes.pointer(weights.packed), ctypes.pointer(struct), None, out.data_ptr(), 32, 32, 1
+    )
+    kernels.run(library.program([gemm]), Step(rows=5, num_last=0))
+    assert (out == -7).all()
+    kernels.run(library.program([gemm]), Step(rows=5, num_last=2))
+    assert torch.equal(out[:2], product(kernels, weights, quants)[:2])
+    assert (out[2:] == -7).all()
