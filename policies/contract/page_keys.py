@@ -25,8 +25,8 @@ def tenant_salt(home_secret: bytes, tenant: str) -> bytes:
 def interchangeable_id(identity: str, compute: str) -> str:
     """Which pages may stand for each other: those of one model, computed alike.
 
-    A page of `--compute fast` is rounded otherwise and may depend on the batch that computed it. None
-    may reach an exact engine: it would no longer answer a warm prompt as it does a cold one.
+    A page of `--compute fast` is rounded otherwise and may depend on the batch that computed it, so
+    none may reach an exact engine: it would not answer a warm prompt as it does a cold one.
     """
     return identity if compute == "exact" else f"{identity}+{compute}"
 
