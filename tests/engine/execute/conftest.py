@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from benchmarks.steps import Steps
+from engine.config import ConfigError
+from engine.execute.kernels.cpu import library
 from engine.execute.runner import ModelRunner, RunnerConfig, load_runner
 from engine.execute.weights import RopeScaling
 from tests.engine.execute.tiny_families import SHAPES, rope, tiny_model
@@ -67,6 +69,26 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> TinyFolder:
         return folder
 
     return make
+
+
+@pytest.fixture(params=library.TIERS)
+def tier(request: pytest.FixtureRequest) -> str:
+    """Each tier of the CPU kernels that this CPU has."""
+    try:
+        if library.load(tier=request.param) is None:
+            pytest.skip(f"no CPU kernels here: {library.why_absent()}")
+    except ConfigError:
+        pytest.skip(f"this CPU has no {request.param}")
+    return str(request.param)
+
+
+@pytest.fixture
+def kernels(tier: str) -> Iterator[library.Library]:
+    """The CPU kernels of a tier on two threads."""
+    loaded = library.load(tier=tier, threads=2)
+    assert loaded is not None
+    yield loaded
+    loaded.close()
 
 
 RunnerMaker = Callable[..., ModelRunner]

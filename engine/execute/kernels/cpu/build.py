@@ -73,10 +73,12 @@ def source_key() -> str:
 
 
 def library_file(*, cache: Path | None = None, build_s: float = BUILD_S) -> Path:
-    """The compiled kernels: from the cache, else compiled now (seconds).
+    """The compiled kernels: KAGARI_CPU_KERNELS, else from the cache, else compiled now (seconds).
 
     Without a compiler a build by any compiler serves. Raises NoKernels.
     """
+    if named := os.environ.get("KAGARI_CPU_KERNELS"):
+        return Path(named)
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise NoKernels(f"the kernels are for Linux on x86-64, not {platform.platform(terse=True)}")
     folder = (cache or cache_folder()) / "kernels"

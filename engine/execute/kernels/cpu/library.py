@@ -151,6 +151,9 @@ class Attend(Structure):
         ("scratch", c_void_p),
         ("heads", c_int32),
         ("window", c_int32),
+        ("scratch_floats", c_int64),
+        ("threads", c_int32),
+        ("padding", c_int32),
     ]
 
 
@@ -191,6 +194,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "kagari_close": (None, []),
     "kagari_tier_name": (c_char_p, []),
     "kagari_run": (None, [c_void_p, c_int32, POINTER(Step)]),
+    "kagari_attention_scratch": (c_int64, [c_int32] * 5),
     "kagari_pool_stats": (None, [POINTER(c_int64)]),
     "kagari_verify_tags": (None, [c_void_p] * 4 + [c_int64, c_void_p]),
     "kagari_sizeof": (c_int64, [c_int32]),
@@ -284,7 +288,7 @@ def load(*, tier: str | None = None, threads: int = 1) -> Library | None:
     if tier not in (None, *TIERS):
         raise _wrong_tier(field, tier, allowed=", ".join((*TIERS, "off")))
     try:
-        functions = _functions()
+        functions = _built()
     except build.NoKernels as error:
         _absent[:] = [str(error)]
         return None
@@ -302,24 +306,25 @@ def _wrong_tier(field: str, tier: str | None, *, allowed: str) -> ConfigError:
     )
 
 
-@functools.cache
-def _functions() -> ctypes.CDLL:
+def _built() -> ctypes.CDLL:
     path = build.library_file()
     try:
         return open_file(path)
     except OSError:  # whole, but of another system: compile it here
         build.discard(path)
+    try:
         return open_file(build.library_file())
+    except OSError as error:
+        raise build.NoKernels(f"the compiled kernels cannot be loaded: {error}") from error
 
 
+@functools.cache
 def open_file(path: Path) -> ctypes.CDLL:
     """The functions of a library file, with types. Raises OSError, or AttributeError when one is
     missing."""
     functions = ctypes.CDLL(str(path))
     for name, (result, arguments) in FUNCTIONS.items():
-        function = getattr(functions, name, None)
-        if function is None:  # until every part of kernels.cpp is here
-            continue
+        function = getattr(functions, name)
         function.restype, function.argtypes = result, arguments
     for index, struct in enumerate(STRUCTS):
         size = functions.kagari_sizeof(index)
