@@ -73,8 +73,6 @@ def serve(config: EngineConfig, sock: socket.socket) -> int:
     except (ConfigError, CannotLoad) as error:
         sys.stderr.write(f"engine: {error}\n")
         return EXIT_CANNOT_LOAD
-    gc.collect()
-    gc.freeze()  # what is loaded stays: no step waits while a collector walks all of torch
     schedule = _schedule_config(config, loaded.context_tokens, loaded.prefill_tokens_per_s)
     info = wire.EngineInfo(
         engine=config.engine_index,
@@ -173,14 +171,13 @@ def _load_model(config: EngineConfig) -> Loaded:
     from engine.warmup import measure_prefill, work_clock
 
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch loads OpenMP
-    # Late, because it imports torch: a scripted engine starts without it. All that an import makes
-    # stays; looking for garbage in it took a tenth of the import's time.
+    # Late, because it imports torch: a scripted engine starts without it. What an import makes
+    # stays: the collector need not walk it, now again and again, later in the middle of a step.
     gc.disable()
-    try:
-        module = importlib.import_module("engine.execute.runner")
-        weights = importlib.import_module("engine.execute.weights")
-    finally:
-        gc.enable()
+    module = importlib.import_module("engine.execute.runner")
+    weights = importlib.import_module("engine.execute.weights")
+    gc.freeze()
+    gc.enable()
     threads = config.threads or own_cores().usable
     runner_config = module.RunnerConfig(
         num_pages=config.num_pages,
