@@ -25,8 +25,6 @@ class Batch:
     positions: Tensor  # int64 [padded]
     places: Tensor  # int64 [num_tokens, 2, kv heads]: arena rows in layer 0
     calls: dict[int | None, list[Call]]  # by the layers' window
-    sampling_rows: list[int]  # indices of plan rows that sample, ascending
-    last_tokens: Tensor  # int64: the token row of each of these
     first_tokens: list[int]  # by plan row: the token row of its first token
 
 
@@ -87,7 +85,6 @@ def build_batch(rows: Sequence[Row], attention: Attention, tiles: RowTiles) -> B
         (ids + [PADDING_ID] * spare, positions + [0] * spare, pages + [0] * spare)
     ).to(attention.device)
     places = attention.places(table[2, :num_tokens], table[1, :num_tokens])
-    sampling = [index for index, row in enumerate(rows) if row.samples]
     return Batch(
         num_tokens=num_tokens,
         pieces=pieces,
@@ -95,12 +92,5 @@ def build_batch(rows: Sequence[Row], attention: Attention, tiles: RowTiles) -> B
         positions=table[1],
         places=places,
         calls=attention.plans(laid),
-        sampling_rows=sampling,
-        last_tokens=torch.tensor(
-            [first_tokens[index] + spans[index].num_rows - 1 for index in sampling],
-            device=table.device,
-        )
-        if sampling
-        else table[0, :0],
         first_tokens=first_tokens,
     )

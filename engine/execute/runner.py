@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.execute.arena import DTYPES, Arena
-from engine.execute.batch import build_batch, tag_pairs
+from engine.execute.batch import tag_pairs
+from engine.execute.kernels.cpu.library import Library, load
 from engine.execute.kernels.registry import Kernels, kernels_for
-from engine.execute.layers.attention import Attention
 from engine.execute.logprobs import describe
+from engine.execute.models.model import Model
 from engine.execute.models.registry import build_model
 from engine.execute.sampling import Choice, sample
 from engine.execute.weights import Checkpoint, CheckpointError, RopeScaling, open_checkpoint
@@ -26,8 +28,6 @@ from policies.contract.wire import Sampling, TokenLogprob
 
 Precision = Literal["auto", "bf16", "fp32"]
 Progress = Callable[[str, float], None]
-WARM_UP_TOKENS = (1, 16, 512)
-PROMPT_LOGITS_ROWS = 64  # at a time: a whole chunk's logits would be hundreds of megabytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,30 @@ class RunnerConfig:
     page_size: int = 64
     dtype: Precision = "auto"  # bf16 where the CPU multiplies it, else fp32
     kv_dtype: Precision = "auto"  # bf16
-    compute: Literal["exact"] = "exact"
+    compute: Literal["exact", "fast"] = "exact"
+    kernels: Literal["auto", "torch"] = "auto"  # the CPU's own, where they can be built
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int | None = None  # None: torch's own choice
+    threads: int | None = None  # None: a thread for each core
     step_tokens: int = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step whose forward pass is under way or done: collect tells what came of it."""
+
+    plan: StepPlan
+    started: float  # time.perf_counter
+    first_tokens: list[int]  # by plan row: the token row of its first token
+
+
+@dataclass(slots=True)
+class _Found:
+    """What a step's rows are told, while it is gathered."""
+
+    tokens: list[int | None]
+    insane: set[int] = field(default_factory=set)  # rows whose logits are no numbers
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
 
 
 class Yarn(Protocol):
@@ -85,6 +105,13 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
+def open_library(config: RunnerConfig, device: torch.device) -> Library | None:
+    """The CPU's own kernels, unless the device, the precision or the machine asks for torch's."""
+    if device.type != "cpu" or config.dtype == "fp32" or config.kernels == "torch":
+        return None
+    return load(threads=config.threads or len(os.sched_getaffinity(0)))
+
+
 def choose_precision(wanted: Precision, device: torch.device) -> Literal["bf16", "fp32"]:
     if wanted != "auto":
         return wanted
@@ -127,7 +154,6 @@ class ModelRunner:
         self.weights_digest = checkpoint.weights_digest
         is_plain = checkpoint.precision in ("fp32", "f32", "fp16", "f16", "bf16")
         self.weights_precision = precision if is_plain else checkpoint.precision
-        self.compute_precision = precision
         layout = PageLayout(
             self.kv_precision,
             facts.num_layers,
@@ -140,38 +166,30 @@ class ModelRunner:
         self.arena = Arena(layout, config.num_pages, device=device)
         self._device = device
         self._kernels: Kernels = kernels_for(device)
-        tell("self-test", 0.0)
-        self.attention = Attention(
-            num_heads=facts.num_heads,
-            num_kv_heads=facts.num_kv_heads,
-            head_dim=facts.head_dim,
-            page_size=config.page_size,
-            num_layers=facts.num_layers,
-            null_page=self.arena.null_page,
-            context_tokens=self.context_tokens,
-            dtype=DTYPES[precision],
-            device=device,
-            windows=facts.windows,
-        )
-        tell("self-test", 1.0)
+        self._library = open_library(config, device)
         # No position lies behind the pool: a file's word alone must not size the rotary tables.
         self._room = min(config.num_pages * config.page_size, self.context_tokens)
-        self.model = build_model(
+        self.model: Model = build_model(
             checkpoint,
             scaling=scaling,
             context_tokens=self._room,
-            attention=self.attention,
+            arena=self.arena,
             kernels=self._kernels,
+            library=self._library,
+            max_rows=config.step_tokens,
+            is_fast=config.compute == "fast",
             dtype=DTYPES[precision],
             device=device,
-            progress=lambda fraction: tell("weights", fraction),
+            tell=tell,
         )
+        self.compute_precision = self.model.compute_precision
         self._warm_up(tell)
 
     def _warm_up(self, tell: Progress) -> None:
-        """First calls build kernels; the null page's twin, page 0, is wiped afterwards."""
-        for index, tokens in enumerate(WARM_UP_TOKENS):
-            tell("warm-up", index / len(WARM_UP_TOKENS))
+        """First calls build what is built late; the null page's twin, page 0, is wiped after."""
+        steps = self.model.warm_up_tokens
+        for index, tokens in enumerate(steps):
+            tell("warm-up", index / len(steps))
             count = min(tokens, self._room, self.step_tokens)
             pages = list(range(-(-count // self.arena.layout.page_size)))
             row = Row(
@@ -194,78 +212,134 @@ class ModelRunner:
     def end(self, sequence_id: int) -> None:
         """See begin."""
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """One forward pass over all rows. corrupt holds indices of plan.rows: of pages with another
         generation than expected, or of logits that are not numbers."""
+        return self.collect(self.launch(plan))
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Carries out what the plan says of pages, then computes its rows."""
         started = time.perf_counter()
         self.arena.assign(plan.assigned)
-        self.arena.copy((copy.source, copy.target) for copy in plan.copies)
+        if plan.copies:
+            self.arena.copy((copy.source, copy.target) for copy in plan.copies)
         self.arena.zero_tails(plan.zero_tails)
-        if not plan.rows:
+        return Launched(plan, started, self.model.forward(plan.rows) if plan.rows else [])
+
+    def collect(self, launched: Launched) -> StepResult:
+        """Chooses tokens and checks what was read. Before the next launch, and once."""
+        plan, rows = launched.plan, launched.plan.rows
+        if not rows:
             return StepResult(plan.step, ())
-        batch = build_batch(plan.rows, self.attention, self.model.tiles)
-        hidden = self.model.forward(batch, self.arena.pages)
-        tokens: list[int | None] = [None] * len(plan.rows)
-        insane: set[int] = set()
-        logprobs: dict[int, TokenLogprob] = {}
-        prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
-        for index, row in enumerate(plan.rows):
+        found = _Found([None] * len(rows))
+        sampling = [index for index, row in enumerate(rows) if row.samples]
+        for at in range(0, len(sampling), self.model.head_rows):
+            self._choose(launched, sampling[at : at + self.model.head_rows], found)
+        for index, row in enumerate(rows):
             if row.prompt_logprobs is not None:
-                entries = self._tell_prompt(row, hidden, batch.first_tokens[index])
+                entries = self._tell_prompt(row, launched.first_tokens[index])
                 if all(math.isfinite(entry.logprob) for entry in entries):
-                    prompt_logprobs[index] = entries
+                    found.prompt_logprobs[index] = entries
                 else:
-                    insane.add(index)
-        if batch.sampling_rows:
-            logits = self.model.logits(hidden, batch.last_tokens)
-            rows = [plan.rows[index] for index in batch.sampling_rows]
-            choices = [Choice(row.sampling, row.num_completion, row.history) for row in rows]
-            asking = [at for at, row in enumerate(rows) if row.sampling.logprobs is not None]
-            own = logits[asking] if asking else None  # sample changes what it is given
-            for index, token in zip(batch.sampling_rows, sample(logits, choices), strict=True):
-                tokens[index] = token
-                if token is None:
-                    insane.add(index)
-            if own is not None:
-                indices = [batch.sampling_rows[at] for at in asking]
-                chosen = [tokens[index] or 0 for index in indices]
-                tops = [rows[at].sampling.logprobs or 0 for at in asking]
-                logprobs = dict(zip(indices, describe(own, chosen, tops), strict=True))
-        corrupt = self._corrupt_rows(plan.rows, plan.copies) | insane
+                    found.insane.add(index)
+        corrupt = self._corrupt_rows(rows, plan.copies) | found.insane
         for index in corrupt:
-            tokens[index] = None
-            logprobs.pop(index, None)
-            prompt_logprobs.pop(index, None)
+            found.tokens[index] = None
+            found.logprobs.pop(index, None)
+            found.prompt_logprobs.pop(index, None)
         return StepResult(
             plan.step,
-            tuple(tokens),
+            tuple(found.tokens),
             tuple(sorted(corrupt)),
-            time.perf_counter() - started,
-            logprobs,
-            prompt_logprobs,
+            time.perf_counter() - launched.started,
+            found.logprobs,
+            found.prompt_logprobs,
         )
 
-    def _tell_prompt(self, row: Row, hidden: Tensor, first: int) -> tuple[TokenLogprob, ...]:
+    def _choose(self, launched: Launched, indices: list[int], found: _Found) -> None:
+        """A token for each of these plan rows."""
+        rows = [launched.plan.rows[index] for index in indices]
+        last = [
+            launched.first_tokens[index] + len(row.token_ids) - 1
+            for index, row in zip(indices, rows, strict=True)
+        ]
+        head = self.model.head(last)
+        best = head.best
+        if best is None:
+            tokens = self._sample(head.logits, rows, indices, found)
+        else:  # it is the answer where nothing else is asked for
+            tokens = best
+            rest = [at for at, row in enumerate(rows) if not is_plain_greedy(row)]
+            if rest:
+                logits = head.logits if len(rest) == len(rows) else head.logits[rest]
+                asking = [rows[at] for at in rest], [indices[at] for at in rest]
+                for at, token in zip(rest, self._sample(logits, *asking, found), strict=True):
+                    tokens[at] = token
+        for index, token in zip(indices, tokens, strict=True):
+            found.tokens[index] = token
+            if token is None:
+                found.insane.add(index)
+
+    @torch.inference_mode()
+    def _sample(
+        self, logits: Tensor, rows: list[Row], indices: list[int], found: _Found
+    ) -> list[int | None]:
+        """As each row asks; logits fp32 [rows, vocab] are changed. indices: of the plan's rows."""
+        asking = [at for at, row in enumerate(rows) if row.sampling.logprobs is not None]
+        own = logits[asking] if asking else None  # sample changes what it is given
+        choices = [Choice(row.sampling, row.num_completion, row.history) for row in rows]
+        tokens = sample(logits, choices)
+        if own is not None:
+            chosen = [tokens[at] or 0 for at in asking]
+            tops = [rows[at].sampling.logprobs or 0 for at in asking]
+            told = describe(own, chosen, tops)
+            found.logprobs.update(zip((indices[at] for at in asking), told, strict=True))
+        return tokens
+
+    @torch.inference_mode()
+    def _tell_prompt(self, row: Row, first: int) -> tuple[TokenLogprob, ...]:
         """Log probabilities of the prompt tokens that a row tells; first: its first token row."""
         told, history, top = row.prompt_logprobs, row.history, row.sampling.prompt_logprobs
         assert told is not None
         assert history is not None
         entries: list[TokenLogprob] = []
-        for start in range(told.start, told.stop, PROMPT_LOGITS_ROWS):
-            positions = range(start, min(start + PROMPT_LOGITS_ROWS, told.stop))
+        for start in range(told.start, told.stop, self.model.head_rows):
+            positions = range(start, min(start + self.model.head_rows, told.stop))
             # The logits before a token tell how likely it was.
             at = first + positions.start - 1 - row.start
-            rows = torch.arange(at, at + len(positions), device=self._device)
-            logits = self.model.logits(hidden, rows)
+            logits = self.model.head(range(at, at + len(positions))).logits
             targets = history[positions.start : positions.stop].tolist()
             entries += describe(logits, targets, [top or 0] * len(targets))
         return tuple(entries)
 
     def _corrupt_rows(self, rows: tuple[Row, ...], copies: tuple[PageCopy, ...]) -> set[int]:
         """Checked after the reads and before anything is emitted, in one batch."""
+        if self._device.type == "cpu":
+            foreign = self.arena.foreign
+            corrupt = {
+                index
+                for index, row in enumerate(rows)
+                for pages, held in zip(row.page_table, row.generations, strict=True)
+                if foreign(pages, held)
+            }
+            # A copy's row read the source too.
+            return corrupt.union(
+                copy.row for copy in copies if foreign((copy.source,), [copy.generation])
+            )
         pairs = tag_pairs(rows, copies, device=self._device)
         verdict = self._kernels.verify_tags(
             self.arena.tags, pairs.pages, pairs.generations, pairs.rows, num_rows=len(rows)
         )
         return set(verdict.nonzero().view(-1).tolist()) if bool(verdict.any()) else set()
+
+
+def is_plain_greedy(row: Row) -> bool:
+    """Whether the highest logit alone decides, and nothing is told of the others."""
+    sampling = row.sampling
+    return (
+        sampling.temperature == 0
+        and row.history is None
+        and not sampling.logit_bias
+        and row.num_completion >= sampling.min_tokens
+        and sampling.logprobs is None
+    )

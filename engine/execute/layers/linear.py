@@ -26,6 +26,7 @@ class Linear:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
             self._product = torch.ops.mkldnn._linear_pointwise.default
         self._weight, self._bias = weight, bias
+        self.has_bias = bias is not None
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.is_packed:

@@ -69,14 +69,23 @@ def _yarn(
     return inverse, attention
 
 
+def tables(
+    inverse: Tensor, attention_factor: float, *, context_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """cos and sin, each fp32 [context, dim / 2], of every position of the effective (not the
+    original) context."""
+    angles = torch.arange(context_tokens).float()[:, None] * inverse[None]
+    sin = angles.sin()
+    return angles.cos_().mul_(attention_factor), sin.mul_(attention_factor)
+
+
 class Rotary:
-    """Tables for every position of the effective (not the original) context."""
+    """The tables, laid out for products with whole heads."""
 
     def __init__(
         self, inverse: Tensor, attention_factor: float, *, context_tokens: int, device: torch.device
     ) -> None:
-        angles = torch.arange(context_tokens).float()[:, None] * inverse[None]
-        cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
+        cos, sin = tables(inverse, attention_factor, context_tokens=context_tokens)
         # [context, 1, dim]: ready to broadcast over heads; the sign of rotate-half is in the sine.
         self._cos = torch.cat((cos, cos), 1)[:, None].to(device)
         self._sin = torch.cat((-sin, sin), 1)[:, None].to(device)

@@ -1,26 +1,31 @@
-"""What all families share: decoder layers over paged keys and values, between embedding and head.
+"""The forward pass in torch ops: decoder layers over paged keys and values, embedding to head.
 
-A family says in load_layer what its layers are made of; the parts themselves are in layers/.
+It serves where the CPU's own kernels do not (program.py): on a GPU, in fp32, without a compiler.
+A family's wiring says what its layers are made of; the parts themselves are in layers/.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.execute.batch import Batch
+from engine.execute.batch import Batch, build_batch
 from engine.execute.kernels.registry import Kernels
+from engine.execute.layers.activation import gelu_mul, silu_mul
 from engine.execute.layers.attention import Attention
 from engine.execute.layers.linear import Linear
 from engine.execute.layers.norm import RmsNorm
 from engine.execute.layers.rotary import Rotary, rotate
 from engine.execute.layers.row_tiles import RowTiles, admit
+from engine.execute.models.model import HEAD_ROWS, Head
+from engine.execute.models.wiring import Wiring
 from engine.execute.weights.facts import Checkpoint
+from engine.schedule.plan import Row
 
+GATES = {"silu": silu_mul, "gelu": gelu_mul}
 HEAD_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # logits are wide: few rows at a time
 MOST_LOGITS = 8 << 20  # of one product: a wide vocabulary takes fewer rows yet
 
@@ -49,71 +54,79 @@ class Layer:
         return added if self.down_norm is None else self.down_norm(added.float())
 
 
-class Decoder(ABC):
-    """Residual in fp32, products in `dtype`, logits in fp32. rotary: by the layers' window."""
+class Decoder:
+    """A models.model.Model. Residual in fp32, products in `dtype`, logits in fp32. rotary: by the
+    layers' window."""
 
-    norm_shift = 0.0  # what a norm adds to its weight
+    head_rows = HEAD_ROWS
+    warm_up_tokens = (1, 16, 512)  # torch's kernels by numbers of rows
 
     def __init__(
         self,
         checkpoint: Checkpoint,
+        wiring: Wiring,
         *,
         attention: Attention,
         rotary: Mapping[int | None, Rotary],
         kernels: Kernels,
+        arena: Tensor,
         dtype: torch.dtype,
         device: torch.device,
         progress: Callable[[float], None],
     ) -> None:
         config = self.config = checkpoint.config
-        self._checkpoint = checkpoint
-        self._attention, self._rotary, self._kernels = attention, rotary, kernels
+        self._checkpoint, self._wiring, self._arena = checkpoint, wiring, arena
+        self.attention, self.rotary, self._kernels = attention, rotary, kernels
         self._dtype, self._device = dtype, device
+        self.compute_precision = "bf16" if dtype == torch.bfloat16 else "fp32"
         self.layers: list[Layer] = []
         for layer in range(config.num_layers):
-            self.layers.append(self.load_layer(f"model.layers.{layer}"))
+            self.layers.append(self._load_layer(f"model.layers.{layer}"))
             progress((layer + 1) / (config.num_layers + 1))
         embedding = checkpoint.read("model.embed_tokens.weight")
         head = embedding if config.tied_head else checkpoint.read("lm_head.weight")
         # bf16 logits tie, so the head stays fp32.
         self._head = Linear(head.to(device))
         # Scale and product are rounded to the weights' dtype, as in training.
-        scale = torch.tensor(self.embedding_scale(), dtype=dtype, device=device)
+        scale = torch.tensor(wiring.embedding_scale(config.hidden_size), dtype=dtype, device=device)
         self._embedding = embedding.to(device, dtype) * scale
-        self._norm = self.load_norm("model.norm", dtype=torch.float32)
+        self._norm = self._load_norm("model.norm", dtype=torch.float32)
         self.tiles, self.head_tiles = self._admit_tiles()
+        self._hidden = torch.empty(0)
         progress(1.0)
 
-    def embedding_scale(self) -> float:
-        """Factor on the embedded tokens."""
-        return 1.0
+    def _load_layer(self, at: str) -> Layer:
+        wiring = self._wiring
 
-    @abstractmethod
-    def load_layer(self, at: str) -> Layer:
-        """The layer whose tensors' names begin with at."""
+        def norm_after(name: str | None) -> RmsNorm | None:
+            # What follows it, the residual, is fp32.
+            return None if name is None else self._load_norm(f"{at}.{name}", dtype=torch.float32)
 
-    def load_linear(self, at: str, *names: str) -> Linear:
-        """One product for all these projections, with their biases where they have any."""
-        # One tensor is fp32 at a time; only the packed form of the product stays.
-        weights = [self._read(f"{at}.{name}.weight").to(self._dtype) for name in names]
-        bias = None
-        if names[0] in self.config.biases:  # its neighbours have one too, see families.py
-            bias = torch.cat([self._read(f"{at}.{name}.bias") for name in names]).to(self._dtype)
-        return Linear(torch.cat(weights) if len(weights) > 1 else weights[0], bias)
+        return Layer(
+            attention_norm=self._load_norm(f"{at}.{wiring.attention_norm}"),
+            qkv=self._load_linear(at, *wiring.qkv),
+            head_norm=None if wiring.head_norms is None else self._load_head_norm(at),
+            out=self._load_linear(at, wiring.out),
+            out_norm=norm_after(wiring.out_norm),
+            ffn_norm=self._load_norm(f"{at}.{wiring.ffn_norm}"),
+            gate_up=self._load_linear(at, *wiring.gate_up),
+            gate=GATES[wiring.gate],
+            down=self._load_linear(at, wiring.down),
+            down_norm=norm_after(wiring.down_norm),
+        )
 
-    def load_norm(self, name: str, *, dtype: torch.dtype | None = None) -> RmsNorm:
-        weight = self._read(f"{name}.weight") + self.norm_shift
+    def _load_linear(self, at: str, *names: str) -> Linear:
+        return load_linear(self._checkpoint, at, names, dtype=self._dtype, device=self._device)
+
+    def _load_norm(self, name: str, *, dtype: torch.dtype | None = None) -> RmsNorm:
+        weight = self._read(f"{name}.weight") + self._wiring.norm_shift
         return RmsNorm(weight, self.config.norm_eps, dtype=dtype or self._dtype)
 
-    def load_head_norm(self, at: str) -> RmsNorm:
-        """Of queries and keys together; what follows it, rotation, is computed in fp32."""
-        counts = {"q_norm": self.config.num_heads, "k_norm": self.config.num_kv_heads}
-        weights = [
-            self._read(f"{at}.self_attn.{name}.weight").expand(count, -1)
-            for name, count in counts.items()
-        ]
-        weight = torch.cat(weights) + self.norm_shift
-        return RmsNorm(weight, self.config.norm_eps, dtype=torch.float32)
+    def _load_head_norm(self, at: str) -> RmsNorm:
+        """What follows it, rotation, is computed in fp32."""
+        gain = head_gain(self._checkpoint, self._wiring, at)
+        assert gain is not None
+        return RmsNorm(gain.to(self._device), self.config.norm_eps, dtype=torch.float32)
 
     def _read(self, name: str) -> Tensor:
         return self._checkpoint.read(name).to(self._device)
@@ -151,12 +164,25 @@ class Decoder(ABC):
             qk = layer.head_norm(qk.float())
         return qk, qkv[:, turned:].view(-1, config.num_kv_heads, config.head_dim)
 
-    def forward(self, batch: Batch, arena: Tensor) -> Tensor:
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[Row]) -> list[int]:
+        """See models.model.Model."""
+        batch = build_batch(rows, self.attention, self.tiles)
+        self._hidden = self._decode(batch, self._arena)
+        return batch.first_tokens
+
+    @torch.inference_mode()
+    def head(self, token_rows: Sequence[int]) -> Head:
+        """See models.model.Model."""
+        rows = torch.tensor(token_rows, device=self._device)
+        return Head(self._logits(rows), len(rows), None)
+
+    def _decode(self, batch: Batch, arena: Tensor) -> Tensor:
         """The residual after the last layer, fp32 [padded, hidden]; keys and values are written."""
         x = self._embedding.index_select(0, batch.token_ids).float()
         pieces = x.split(batch.pieces)
         turns = {}
-        for window, rotary in self._rotary.items():
+        for window, rotary in self.rotary.items():
             cos, sin = rotary.at(batch.positions)
             turns[window] = list(zip(cos.split(batch.pieces), sin.split(batch.pieces), strict=True))
         config = self.config
@@ -180,18 +206,56 @@ class Decoder(ABC):
                 new[:, 0].copy_(qk[:, heads:])
                 new[:, 1].copy_(values)
             self._kernels.write_pages(written, arena, batch.places, offset=index * layer_rows)
-            self._attention(queries, arena, layer=index, calls=batch.calls[window], out=attended)
+            self.attention(queries, arena, layer=index, calls=batch.calls[window], out=attended)
             for piece, seen in zip(pieces, attended_pieces, strict=True):
                 piece.add_(layer.after_attention(seen))
                 piece.add_(layer.feed_forward(piece))
         return x
 
-    def logits(self, x: Tensor, rows: Tensor) -> Tensor:
+    def _logits(self, rows: Tensor) -> Tensor:
         """fp32 [rows, vocab] of the residual's rows, int64 [rows]."""
         count = len(rows)
         pieces = self.head_tiles.cover(count)
         spare = sum(pieces) - count
         if spare:
             rows = torch.cat((rows, rows.new_zeros(spare)))
-        found = [self._head(self._norm(piece)) for piece in x.index_select(0, rows).split(pieces)]
+        found = [
+            self._head(self._norm(piece))
+            for piece in self._hidden.index_select(0, rows).split(pieces)
+        ]
         return (found[0] if len(found) == 1 else torch.cat(found))[:count]
+
+
+def load_linear(
+    checkpoint: Checkpoint,
+    at: str,
+    names: Sequence[str],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Linear:
+    """One product for all these projections, with their biases where they have any."""
+    # One tensor is fp32 at a time; only the packed form of the product stays.
+    weights = [checkpoint.read(f"{at}.{name}.weight").to(device, dtype) for name in names]
+    bias = read_bias(checkpoint, at, names)
+    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+    return Linear(weight, None if bias is None else bias.to(device, dtype))
+
+
+def read_bias(checkpoint: Checkpoint, at: str, names: Sequence[str]) -> Tensor | None:
+    """fp32; that of all these projections, which all have one or none, see families.py."""
+    if names[0].rpartition(".")[2] not in checkpoint.config.biases:
+        return None
+    return torch.cat([checkpoint.read(f"{at}.{name}.bias") for name in names])
+
+
+def head_gain(checkpoint: Checkpoint, wiring: Wiring, at: str) -> Tensor | None:
+    """fp32 [heads + kv heads, dim] of the norms of queries and keys, where the family has them."""
+    if wiring.head_norms is None:
+        return None
+    counts = (checkpoint.config.num_heads, checkpoint.config.num_kv_heads)
+    weights = [
+        checkpoint.read(f"{at}.{name}.weight").expand(count, -1)
+        for name, count in zip(wiring.head_norms, counts, strict=True)
+    ]
+    return torch.cat(weights) + wiring.norm_shift

@@ -2,6 +2,7 @@
 
 from engine.execute.weights.checkpoint import open_checkpoint
 from engine.execute.weights.facts import (
+    Blocks,
     Checkpoint,
     CheckpointError,
     ModelConfig,
@@ -10,6 +11,7 @@ from engine.execute.weights.facts import (
 )
 
 __all__ = [
+    "Blocks",
     "Checkpoint",
     "CheckpointError",
     "ModelConfig",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,6 +78,18 @@ class TensorInfo:
     num_bytes: int
 
 
+class Blocks(NamedTuple):
+    """A matrix as GGML packed it: its rows' blocks one after the other, and which of them is which.
+
+    kind is GGML's number of the format, data uint8 [bytes], a copy that the caller owns. Row i in
+    Hugging Face's order is row order[i] of data; None: the orders are the same.
+    """
+
+    kind: int
+    data: Tensor
+    order: list[int] | None
+
+
 class Checkpoint(Protocol):
     """An opened checkpoint. Tensor names are Hugging Face's, whatever the format."""
 
@@ -97,6 +109,9 @@ class Checkpoint(Protocol):
 
     def read(self, name: str) -> Tensor:
         """The tensor as fp32 on the CPU, a copy that the caller owns. Imports torch."""
+
+    def read_blocks(self, name: str) -> Blocks | None:
+        """The tensor as it is packed in the file; None where it lies there as plain numbers."""
 
 
 def digest_of(tensors: Mapping[str, TensorInfo], headers: Iterable[tuple[int, bytes]]) -> str:

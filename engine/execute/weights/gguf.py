@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.execute.weights.facts import (
+    Blocks,
     CheckpointError,
     TensorInfo,
     digest_of,
@@ -43,6 +44,7 @@ def hf_name(name: str, family: Family = LLAMA) -> str:
 @dataclass(frozen=True, slots=True)
 class _Place:
     offset: int
+    kind: int  # GGML type
     form: BlockFormat
 
 
@@ -80,29 +82,54 @@ class GgufCheckpoint:
             if name in self.tensors:
                 raise damaged(name, "the name twice", "each tensor once")
             self.tensors[name] = TensorInfo(entry.shape, form.name, num_bytes)
-            self._places[name] = _Place(start + entry.offset, form)
+            self._places[name] = _Place(start + entry.offset, entry.kind, form)
 
     def read(self, name: str) -> Tensor:
         """See facts.Checkpoint.read; as Hugging Face has it: rows of q and k as halves that turn,
         norms' weights without what the conversion added."""
-        import torch
-
         info, place = self.tensors[name], self._places[name]
-        data = torch.empty(info.num_bytes, dtype=torch.uint8)
-        with self.path.open("rb") as file:
-            file.seek(place.offset)
-            got = file.readinto(memoryview(data.numpy()))  # type: ignore[arg-type]
-        if got != info.num_bytes:
-            raise damaged(name, f"{got} bytes", f"{info.num_bytes} bytes")
-        weights = unpack(place.form, data).view(info.shape)
+        weights = unpack(place.form, self._read_bytes(name)).view(info.shape)
         if name.endswith("norm.weight") and self._family.gguf_norm_shift:
             return weights.sub_(self._family.gguf_norm_shift)
-        heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}
-        count = heads.get(name.split(".")[-2])
-        if count is not None and self._family.gguf_turns_pairs:
+        count = self._turned_heads(name)
+        if count is not None:
             pairs = weights.view(count, self.config.head_dim // 2, 2, -1)
             weights = pairs.transpose(1, 2).reshape(info.shape)
         return weights
+
+    def read_blocks(self, name: str) -> Blocks | None:
+        """See facts.Checkpoint.read_blocks. Rows hold whole blocks: any order of them is exact."""
+        place, count, order = self._places[name], self._turned_heads(name), None
+        if place.form.weights == 1:
+            return None
+        if count is not None:
+            half = self.config.head_dim // 2
+            order = [
+                (head * half + at) * 2 + part
+                for head in range(count)
+                for part in range(2)
+                for at in range(half)
+            ]
+        return Blocks(place.kind, self._read_bytes(name), order)
+
+    def _turned_heads(self, name: str) -> int | None:
+        """The heads of a tensor whose rows lie as rotated pairs, where others have halves."""
+        if not self._family.gguf_turns_pairs:
+            return None
+        heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}
+        return heads.get(name.split(".")[-2])
+
+    def _read_bytes(self, name: str) -> Tensor:
+        import torch
+
+        num_bytes = self.tensors[name].num_bytes
+        data = torch.empty(num_bytes, dtype=torch.uint8)
+        with self.path.open("rb") as file:
+            file.seek(self._places[name].offset)
+            got = file.readinto(memoryview(data.numpy()))  # type: ignore[arg-type]
+        if got != num_bytes:
+            raise damaged(name, f"{got} bytes", f"{num_bytes} bytes")
+        return data
 
 
 def _form(entry: TensorEntry) -> BlockFormat:

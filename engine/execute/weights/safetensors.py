@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.execute.weights.config_json import damaged, parse_config
 from engine.execute.weights.facts import (
+    Blocks,
     CheckpointError,
     TensorInfo,
     digest_of,
@@ -122,6 +123,10 @@ class FolderCheckpoint:
         if got != info.num_bytes:
             raise damaged(name, f"{got} bytes", f"{info.num_bytes} bytes")
         return data.view(dtypes[place.dtype]).view(info.shape).float()
+
+    def read_blocks(self, name: str) -> Blocks | None:
+        """None: these files hold plain numbers only."""
+        return None
 
 
 def _shards(path: Path) -> list[Path]:

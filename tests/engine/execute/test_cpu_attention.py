@@ -1,4 +1,4 @@
-"""Compiled attention and rotary embedding: against plain torch, and bit for bit among themselves."""
+"""Compiled attention and rotary embedding against plain torch, and bit for bit with themselves."""
 
 import ctypes
 import math

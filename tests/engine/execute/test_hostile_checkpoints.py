@@ -151,7 +151,7 @@ def test_an_absurd_context_costs_no_more_than_the_pool(
     folder = tiny_folder(max_position_embeddings=1 << 26)
     runner = make_runner(folder, num_pages=8, page_size=16)
     assert runner.context_tokens == 1 << 26
-    positions = [rotary._cos.shape[0] for rotary in runner.model._rotary.values()]
+    positions = [rotary._cos.shape[0] for rotary in runner.model.rotary.values()]
     assert positions == [128]
 
 

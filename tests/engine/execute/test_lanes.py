@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.steps import Steps
+from engine.execute.models.model import Head
 from engine.execute.runner import ModelRunner
 from engine.schedule.pages import HoldKind
 from engine.schedule.plan import PageCopy, Row, StepPlan
@@ -224,15 +225,15 @@ def test_a_whole_chunks_prompt_logits_are_never_held_at_once(
 ) -> None:
     _, runner = peer_and_runner
     counts = []
-    logits = runner.model.logits
+    head = runner.model.head
 
-    def counted(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        counts.append(len(rows))
-        return logits(x, rows)
+    def counted(token_rows: Sequence[int]) -> Head:
+        counts.append(len(token_rows))
+        return head(token_rows)
 
-    monkeypatch.setattr(runner.model, "logits", counted)
+    monkeypatch.setattr(runner.model, "head", counted)
     run(runner, [Work(prompt_of(200), TOLD)], step_tokens=200)
-    assert counts[:4] == [64, 64, 64, 7]
+    assert counts[:5] == [1, 64, 64, 64, 7]
 
 
 def test_a_copy_from_a_page_of_another_generation_fails_its_row_and_no_other(

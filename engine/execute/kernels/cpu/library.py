@@ -236,10 +236,13 @@ class Library:
     One thread at a time may call; calls release the interpreter's lock.
     """
 
-    def __init__(self, functions: ctypes.CDLL, *, tier: str, threads: int) -> None:
+    def __init__(
+        self, functions: ctypes.CDLL, *, tier: str, threads: int, distrusted: tuple[str, ...] = ()
+    ) -> None:
         self.functions = functions
         self.tier = tier
         self.threads = threads
+        self.distrusted = distrusted  # better tiers that this CPU has, but that compute wrongly
 
     def run(
         self,
@@ -277,10 +280,13 @@ def why_absent() -> str | None:
 def load(*, tier: str | None = None, threads: int = 1) -> Library | None:
     """The kernels of a tier, by default KAGARI_CPU_TIER's, else the best this CPU has.
 
-    None where they are switched off or cannot be built: why_absent says why. threads counts the
+    None where they are switched off or cannot be built: why_absent says why. A tier that fails its
+    self-check is passed over for the next lower one: see Library.distrusted. threads counts the
     caller. Raises ConfigError for a tier that does not exist or that this CPU lacks, OSError when
     threads cannot be started.
     """
+    from engine.execute.kernels.cpu import self_check  # which imports this module
+
     field, tier = ("tier", tier) if tier else (TIER_VARIABLE, os.environ.get(TIER_VARIABLE) or None)
     if tier == "off":
         _absent[:] = [f"{TIER_VARIABLE} is off"]
@@ -292,12 +298,14 @@ def load(*, tier: str | None = None, threads: int = 1) -> Library | None:
     except build.NoKernels as error:
         _absent[:] = [str(error)]
         return None
-    opened = functions.kagari_open(TIERS.index(tier) if tier else -1, threads)
-    if opened == -1:
+    best = functions.kagari_open(TIERS.index(tier) if tier else -1, 1)
+    if best < 0:
         raise _wrong_tier(field, tier, allowed="a tier whose instructions this CPU has")
-    if opened < 0:
+    index = next(index for index in range(best, -1, -1) if self_check.agrees(functions, index))
+    if functions.kagari_open(index, threads) < 0:
         raise OSError(f"{threads} threads cannot be started")
-    return Library(functions, tier=TIERS[opened], threads=threads)
+    distrusted = TIERS[index + 1 : best + 1]
+    return Library(functions, tier=TIERS[index], threads=threads, distrusted=distrusted)
 
 
 def _wrong_tier(field: str, tier: str | None, *, allowed: str) -> ConfigError:
