@@ -75,8 +75,8 @@ def check_cores(cores: Cores) -> Finding:
 def check_kernels(command: Sequence[str] | None = None, patience_s: float = 20.0) -> Finding:
     """By the engine's own command, in a process of its own; it compiles what is not there yet."""
     name = "cpu kernels"
-    if command is None and importlib.util.find_spec("engine") is None:
-        return Finding(name, "note", "absent, as is the engine", "pip install 'kagari[node]'")
+    if command is None and not all(map(importlib.util.find_spec, ("engine", "torch"))):
+        return Finding(name, "note", "absent, as is an engine", "pip install 'kagari[node]'")
     with subprocess.Popen(
         command or python_module(KERNELS),
         stdin=subprocess.DEVNULL,
@@ -95,7 +95,11 @@ def check_kernels(command: Sequence[str] | None = None, patience_s: float = 20.0
                 name, "note", f"not compiled in {patience_s:g} s", f"run python -m {KERNELS} once"
             )
     if child.returncode == 0:
-        return Finding(name, "ok", f"instruction set {out.strip().rpartition('(')[2].rstrip(')')}")
+        place, _, served = out.strip().removesuffix(")").rpartition(" (")
+        if ";" in served:  # a better one computes wrongly here
+            remedy = f"rm {place}; if it comes again, {served.partition(';')[0]} serves this CPU"
+            return Finding(name, "note", f"instruction set {served}", remedy)
+        return Finding(name, "ok", f"instruction set {served}")
     found = told.strip().removeprefix("error: ") or f"its command ended with {child.returncode}"
     if child.returncode == 2:
         return Finding(name, "bad", found, "correct or unset that variable")

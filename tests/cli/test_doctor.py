@@ -48,6 +48,7 @@ def test_cores_and_what_they_mean_for_engines() -> None:
     ("program", "verdict", "found"),
     [
         ("print('/x/kernels.so (avx2)')", "ok", "instruction set avx2"),
+        ("print('/x/kernels.so (avx2; avx512 f')", "note", "instruction set avx2; avx512 f"),
         ("sys.exit('No C++ compiler.')", "note", "No C++ compiler."),
         ("sys.stderr.write('KAGARI_X: found y'); sys.exit(2)", "bad", "KAGARI_X: found y"),
         ("os.kill(os.getpid(), 9)", "note", "its command ended with -9"),
