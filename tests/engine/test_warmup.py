@@ -24,18 +24,20 @@ class PacedRunner(ArenaRunner):
 
 
 @pytest.mark.parametrize(
-    ("paces_s", "rate", "rounds"),
+    ("step_tokens", "paces_s", "rate", "rounds"),
     [
-        ((0.1, 0.05, 0.08, 0.01), 64 / 0.05, 3),  # short steps: the best of three
-        ((0.5, 0.1), 64 / 0.5, 1),  # a start does not wait for a slow engine to be sure
-        ((0.15, 0.1, 0.01), 64 / 0.1, 2),
+        (64, (0.05, 0.02, 0.08, 0.01), 64 / 0.02, 3),  # short steps: the best of three
+        (64, (0.5, 0.1), 64 / 0.5, 1),  # a start does not wait for a slow engine to be sure
+        (64, (0.08, 0.05, 0.01), 64 / 0.05, 2),
+        (100, (0.02, 0.02, 0.03, 0.05, 0.01), 100 / 0.02, 4),  # 64 tokens, then the whole step
+        (512, (0.02, 0.03, 0.2), 127 / 0.03, 3),  # no more than the pool holds
     ],
 )
 def test_measuring_takes_no_longer_than_it_must(
-    paces_s: tuple[float, ...], rate: float, rounds: int
+    step_tokens: int, paces_s: tuple[float, ...], rate: float, rounds: int
 ) -> None:
     runner = PacedRunner(*paces_s)
-    limits = ScheduleConfig(num_pages=8, page_size=16, context_tokens=128, step_tokens=64)
+    limits = ScheduleConfig(num_pages=8, page_size=16, context_tokens=128, step_tokens=step_tokens)
     assert measure_prefill(runner, limits, lambda: runner.now) == pytest.approx(rate)
     assert len(paces_s) - len(runner.paces_s) == rounds
 
