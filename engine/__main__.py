@@ -195,6 +195,9 @@ def _load_model(config: EngineConfig) -> Loaded:
         runner = module.load_runner(config.spec, runner_config, _report_progress)
     except weights.CheckpointError as error:
         raise CannotLoad(str(error)) from error
+    why_torch = importlib.import_module("engine.execute.kernels.cpu.library").why_absent()
+    if why_torch is not None:
+        sys.stderr.write(f"engine: torch computes every op, which is slower: {why_torch}\n")
     _report_progress("measure", 0.0)
     schedule = _schedule_config(config, runner.context_tokens, None)
     is_cpu = module.choose_device(config.device).type == "cpu"
