@@ -116,7 +116,10 @@ class NativeDecoder:
         self._library, self._arena = library, arena
         self._page_size = arena.layout.page_size
         self.calls: dict[int | None, list[Call]] = {}
-        program = _Program(self, checkpoint, wiring, library, arena, is_fast=is_fast, dtype=dtype)
+        packer = Packer(library)
+        program = _Program(
+            self, checkpoint, wiring, library, packer, arena, is_fast=is_fast, dtype=dtype
+        )
         program.embed()
         for layer in range(config.num_layers):
             program.layer(layer)
@@ -124,18 +127,41 @@ class NativeDecoder:
         program.head()
         self.compute_precision = program.precision
         self.fallbacks = sum(callable(entry) for entry in program.entries)
-        self._kept = program  # and all that its ops point to
+        self._logits = program.logits
+        self._best_ids, self._best_values = program.best_ids, program.best_values
+        self._kept = program.kept, packer  # what the ops point to
         self._ops = cpu.program([entry for entry in program.entries if not callable(entry)])
         self._body = _slices(program.entries[: program.head_at], 0)
         first = sum(not callable(entry) for entry in program.entries[: program.head_at])
         self._head = _slices(program.entries[program.head_at :], first)
         self._whole = _slices(program.entries, 0)
         self._step = NativeStep((), page_size=self._page_size, most_last=0)
+        # One call computes all, and another thread can make it.
+        self.runs_ahead = not self.fallbacks and library.threads > 1
         self._looked_at: list[int] | None = None
         progress(1.0)
 
     def forward(self, rows: Sequence[Row]) -> list[int]:
         """See models.model.Model; the head sees the last tokens of the rows that sample."""
+        first_tokens, slices = self._prepare(rows)
+        self._run(slices)
+        return first_tokens
+
+    def start(self, rows: Sequence[Row]) -> list[int]:
+        """See models.model.Model."""
+        if not self.runs_ahead:
+            return self.forward(rows)
+        first_tokens, (ops,) = self._prepare(rows)
+        assert isinstance(ops, range)
+        self._library.start(self._ops, self._step.step, len(ops))
+        return first_tokens
+
+    def wait(self) -> None:
+        """See models.model.Model."""
+        self._library.finish()
+
+    def _prepare(self, rows: Sequence[Row]) -> tuple[list[int], list[range | Fallback]]:
+        """The first tokens, and what is to be run."""
         step = NativeStep(rows, page_size=self._page_size, most_last=self.head_rows)
         assert step.num_rows <= self.max_rows, (
             f"a step of {step.num_rows} token rows, allowed {self.max_rows} (step_tokens)"
@@ -148,9 +174,8 @@ class NativeDecoder:
                 ]
             )
         self._step = step
-        self._run(self._whole if step.last else self._body)
         self._looked_at = step.last.tolist()
-        return step.first_tokens
+        return step.first_tokens, self._whole if step.last else self._body
 
     def head(self, token_rows: Sequence[int]) -> Head:
         """See models.model.Model."""
@@ -161,11 +186,11 @@ class NativeDecoder:
             self._run(self._head)
         self._looked_at = None  # the logits may be changed from now on
         count = len(wanted)
-        tokens, values = self._kept.best_ids[:count], self._kept.best_values[:count]
+        tokens, values = self._best_ids[:count], self._best_values[:count]
         best = [
             token if isfinite(value) else None for token, value in zip(tokens, values, strict=True)
         ]
-        return Head(self._kept.logits, count, best)
+        return Head(self._logits, count, best)
 
     def _run(self, slices: Sequence[range | Fallback]) -> None:
         for part in slices:
@@ -201,6 +226,7 @@ class _Program:
         checkpoint: Checkpoint,
         wiring: Wiring,
         library: Library,
+        packer: Packer,
         arena: Arena,
         *,
         is_fast: bool,
@@ -209,9 +235,9 @@ class _Program:
         config = self._config = checkpoint.config
         self._model, self._checkpoint, self._wiring = model, checkpoint, wiring
         self._arena, self._dtype, self._is_fast = arena, dtype, is_fast
-        self._packer = Packer(library, checkpoint)
+        self._packer = packer
         self._tiles: dict[tuple[object, ...], RowTiles] = {}
-        self._kept: list[object] = []
+        self.kept: list[object] = []  # what ops point to; not the checkpoint and its vocabulary
         self.entries: list[Args | Fallback] = []
         self.head_at = 0
         self.precision = "int8" if is_fast else "int16"
@@ -220,10 +246,12 @@ class _Program:
         head_rows = model.head_rows + HEAD_SIZES[-1]
 
         def floats(count: int, width: int) -> Tensor:
-            return zeros(count, width, dtype=torch.float32)
+            return self._keep(zeros(count, width, dtype=torch.float32))
 
         def activations(width: int) -> Activations:
-            return Activations(rows, width, has_low=not is_fast)
+            made = Activations(rows, width, has_low=not is_fast)
+            self.kept.append(made)
+            return made
 
         self._x, self._added = floats(rows, hidden), floats(rows, hidden)
         self._qkv = floats(rows, (config.num_heads + 2 * config.num_kv_heads) * dim)
@@ -233,6 +261,7 @@ class _Program:
         self._attended = activations(config.num_heads * dim)
         self._gated = activations(config.ffn_size)
         self._last = Activations(head_rows, hidden, has_low=True)
+        self.kept.append(self._last)
         self.logits = floats(head_rows, config.vocab_size)
         self.best_ids: Array[c_int32] = (c_int32 * model.head_rows)()
         self.best_values: Array[c_float] = (c_float * model.head_rows)()
@@ -240,7 +269,7 @@ class _Program:
         num_floats = library.functions.kagari_attention_scratch(
             rows, config.num_heads, dim, model.context_tokens, library.threads
         )
-        self._scratch = zeros(num_floats, dtype=torch.float32)
+        self._scratch = self._keep(zeros(num_floats, dtype=torch.float32))
         # What the last product gave, not yet in the residual.
         self._to_add: dict[str, object] = {}
 
@@ -249,7 +278,7 @@ class _Program:
     def embed(self) -> None:
         name, hidden = "model.embed_tokens.weight", self._config.hidden_size
         scale = self._wiring.embedding_scale(hidden)
-        (self._embedding,) = self._packer.parts([name])
+        (self._embedding,) = self._packer.parts(self._checkpoint, [name])
         if self._embedding.packed is not None:
             table = pointer(self._embedding.packed)
             self.entries.append(cpu.Embed(table=table, out=self._x.data_ptr(), scale=scale))
@@ -295,7 +324,7 @@ class _Program:
         self.head_at = len(self.entries)
         name = "lm_head.weight"
         tied = self._config.tied_head
-        (part,) = (self._embedding,) if tied else self._packer.parts([name])
+        (part,) = (self._embedding,) if tied else self._packer.parts(self._checkpoint, [name])
         gain = self._gain("model.norm")
         self.entries.append(
             self._norm_op(gain=gain.data_ptr(), only_last=1, **self._last.targets([part]))
@@ -339,11 +368,11 @@ class _Program:
 
     def _keep(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()
-        self._kept.append(tensor)
+        self.kept.append(tensor)
         return tensor
 
     def _parts(self, at: str, names: Sequence[str]) -> list[Part]:
-        return self._packer.parts([f"{at}.{name}.weight" for name in names])
+        return self._packer.parts(self._checkpoint, [f"{at}.{name}.weight" for name in names])
 
     def _product(self, at: str, parts: Sequence[Part], given: Activations, out: Tensor) -> None:
         for part in parts:
