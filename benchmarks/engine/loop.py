@@ -1,0 +1,72 @@
+"""Our engine's own loop on one thread, without messages: plan, execute, apply."""
+
+from __future__ import annotations
+
+import time
+from array import array
+
+from engine.config import DEFAULT_STEP_TOKENS, ScheduleConfig
+from engine.execute.runner import ModelRunner
+from engine.schedule.events import SequenceEvent, SequenceFailed, TokensProduced
+from engine.schedule.scheduler import Scheduler
+from engine.schedule.sequence import NewSequence
+from policies.contract.wire import Sampling
+
+PAGE_SIZE = 64
+NUM_PAGES = 640
+ENDLESS = 1 << 12
+
+
+class EngineLoop:
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self._sequence = 0
+        self._scheduler = Scheduler(
+            ScheduleConfig(
+                num_pages=NUM_PAGES,
+                page_size=PAGE_SIZE,
+                context_tokens=runner.context_tokens,
+                step_tokens=DEFAULT_STEP_TOKENS,
+            )
+        )
+
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        fork_of: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> int:
+        """Greedy; the sequence's id."""
+        self._sequence += 1
+        sampling = Sampling(max_tokens=max_tokens, temperature=0.0, prompt_logprobs=prompt_logprobs)
+        ids = array("I", prompt)
+        self.runner.begin(self._sequence, ids)
+        new = NewSequence(self._sequence, ids, bytes(32), sampling, fork_of=fork_of)
+        self._scheduler.submit(new, time.monotonic())
+        return self._sequence
+
+    def events(self) -> list[SequenceEvent]:
+        """One step's."""
+        plan = self._scheduler.plan(time.monotonic())
+        if plan is None:
+            return []
+        events = self._scheduler.apply(self.runner.execute(plan), time.monotonic())
+        assert not any(isinstance(event, SequenceFailed) for event in events), events
+        return events
+
+    def step(self) -> dict[int, tuple[int, ...]]:
+        """One step; the tokens of each sequence that got any."""
+        produced = (event for event in self.events() if isinstance(event, TokensProduced))
+        return {event.sequence_id: event.tokens for event in produced}
+
+    def until_all_speak(self, sequence_ids: set[int]) -> None:
+        waiting = set(sequence_ids)
+        while waiting:
+            waiting -= self.step().keys()
+
+    def abort(self, sequence_ids: set[int]) -> None:
+        for sequence_id in sequence_ids:
+            self._scheduler.abort(sequence_id, time.monotonic())
+            self.runner.end(sequence_id)

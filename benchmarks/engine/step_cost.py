@@ -1,0 +1,60 @@
+"""Rows about our own steps: what is not spent in kernels, and what mixing prompts in costs."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from benchmarks.beside import Beside, Figure, compared
+from benchmarks.engine.bench import SUFFIXES, Bench
+
+OVERHEAD, MIXED = "step_overhead_b1", "mixed_step"
+OVERHEAD_LIMIT = 0.10  # of a step at batch 1
+DECODES, CHUNK, CONTEXT = 31, 256, 256
+
+
+def add_rows(bench: Bench) -> None:
+    if bench.wants(OVERHEAD):
+        _add_overhead(bench)
+    if bench.wants(MIXED):
+        _add_mixed(bench)
+
+
+def _add_overhead(bench: Bench) -> None:
+    for compute, ours in bench.ours.items():
+        name = f"{OVERHEAD}{SUFFIXES[compute]}"
+        ours.start_decoding([bench.prompt(32)])
+        steps: list[list[float]] | None = ours.call("kernel_shares", 40 if bench.quick else 200)
+        ours.stop_decoding()
+        if steps is None:
+            bench.leave_out(name, "no compiled kernels serve here: g++ brings them")
+            continue
+        share = median(1 - kernels / whole for whole, kernels in steps)
+        whole_s, kernels_s = (median(column) for column in zip(*steps, strict=True))
+        detail = f"{(whole_s - kernels_s) * 1e6:.0f} µs of {whole_s * 1e6:.0f} outside kernels"
+        bench.add_row(
+            compared(
+                name,
+                share,
+                {"allowed": OVERHEAD_LIMIT},
+                "share of a step",
+                more_is_better=False,
+                detail=detail,
+            )
+        )
+
+
+def _add_mixed(bench: Bench) -> None:
+    """A step of decoding sequences and a chunk of a prompt, beside a step of each alone."""
+    for compute, ours in bench.ours.items():
+        bench.neighbours.cores()
+        ours.call("prepare_mixed", bench.prompts(DECODES, CONTEXT), bench.prompt(CHUNK))
+        rounds = [ours.call("mixed_steps") for _ in range(bench.rounds(full=11, quick=5))]
+        mixed, decodes, chunk = (median(column) for column in zip(*rounds, strict=True))
+        ratio = median((apart + alone) / one for one, apart, alone in rounds)
+        peers = {"its parts alone": Figure(decodes + chunk, ratio)}
+        detail = (
+            f"{DECODES} decodes {decodes * 1e3:.1f} ms, {CHUNK} tokens of a prompt "
+            f"{chunk * 1e3:.1f} ms, neighbours {bench.neighbours.cores():.1f} cores"
+        )
+        name = f"{MIXED}{SUFFIXES[compute]}"
+        bench.add_row(Beside(name, mixed, "s", more_is_better=False, peers=peers, detail=detail))
