@@ -28,6 +28,11 @@ RUN pip install -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} to
 COPY engine engine
 COPY node_agent node_agent
 RUN pip install -c constraints.txt '.[node]'
+# The CPU kernels, compiled here for every CPU; the compiler stays out of the image.
+ENV KAGARI_CACHE=/var/cache/kagari
+RUN apt-get update && apt-get install -y --no-install-recommends g++ \
+    && python -m engine.execute.kernels.cpu \
+    && apt-get purge -y --auto-remove g++ && rm -rf /var/lib/apt/lists/*
 USER 10001
 # A node serves no port; it is healthy while an engine process runs under its agent.
 HEALTHCHECK --interval=5s --timeout=3s --start-period=120s --retries=5 CMD ["python", "-c", \

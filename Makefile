@@ -25,6 +25,7 @@ $(VENV)/bin/python:
 $(STAMP): $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP) install $(QUIET) -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PIP) install $(QUIET) -c constraints.txt -e '.[node,dev]'
+	@$(BIN)/python -m engine.execute.kernels.cpu || true  # without a compiler torch serves alone
 	@touch $@
 
 model: $(STAMP)

@@ -39,6 +39,8 @@ class Arena:
                 else torch.zeros(shape, dtype=dtype, device=device)
             )
             self.tags = torch.zeros(num_pages, dtype=torch.int64, device=device)
+        # The same memory: a few words cost less this way than a tensor op does.
+        self._tags = memoryview(self.tags.cpu().numpy())  # type: ignore[arg-type]
 
     def assign(self, assigned: Sequence[tuple[int, int]]) -> None:
         """(page_id, generation) pairs: from now on these pages belong to these generations."""
@@ -55,6 +57,10 @@ class Arena:
         """(page_id, first unwritten offset): what an earlier owner left there is wiped."""
         for page_id, offset in tails:
             self.pages[page_id, :, :, :, offset:].zero_()
+
+    def foreign(self, page_ids: Iterable[int], generations: Sequence[int]) -> bool:
+        """Whether a page belongs to another generation than it is held at; of an arena on a CPU."""
+        return [*map(self._tags.__getitem__, page_ids)] != generations
 
     def bytes_of(self, page_id: int) -> memoryview:
         """A page's bytes, a view for an arena on the CPU and a copy otherwise."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from torch import Tensor
-
-from engine.execute.kernels.cpu.library import Library, Step
-from engine.schedule.plan import PageCopy, Row
+from engine.execute.kernels.cpu.library import Step
+from engine.schedule.plan import Row
 
 
 class NativeStep:
@@ -61,32 +59,3 @@ class NativeStep:
         """These rows go through the head next."""
         self.last = array("i", token_rows)
         self.step.num_last, self.step.last = len(self.last), self.last.buffer_info()[0]
-
-
-def corrupt_rows(
-    library: Library, tags: Tensor, rows: Sequence[Row], copies: Sequence[PageCopy]
-) -> set[int]:
-    """Rows that read a page of another generation than they hold; tags int64 [num_pages].
-
-    What batch.tag_pairs and kernels.reference.verify_tags say together.
-    """
-    pages, generations, owners = array("i"), array("q"), array("i")
-    for index, row in enumerate(rows):
-        for table, held in zip(row.page_table, row.generations, strict=True):
-            pages.fromlist(table)
-            generations.fromlist(held)
-        owners += array("i", (index,)) * (len(pages) - len(owners))
-    for copy in copies:  # a copy's row read the source too
-        pages.append(copy.source)
-        generations.append(copy.generation)
-        owners.append(copy.row)
-    wrong = array("B", bytes(len(rows)))
-    library.functions.kagari_verify_tags(
-        tags.data_ptr(),
-        pages.buffer_info()[0],
-        generations.buffer_info()[0],
-        owners.buffer_info()[0],
-        len(pages),
-        wrong.buffer_info()[0],
-    )
-    return {index for index, is_wrong in enumerate(wrong) if is_wrong}

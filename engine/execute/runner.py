@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from engine.execute.arena import DTYPES, Arena
 from engine.execute.batch import tag_pairs
@@ -19,7 +20,6 @@ from engine.execute.kernels.registry import Kernels, kernels_for
 from engine.execute.logprobs import describe
 from engine.execute.models.model import Model
 from engine.execute.models.registry import build_model
-from engine.execute.native_step import corrupt_rows
 from engine.execute.sampling import Choice, sample
 from engine.execute.weights import Checkpoint, CheckpointError, RopeScaling, open_checkpoint
 from engine.schedule.plan import PageCopy, Row, StepPlan, StepResult
@@ -28,7 +28,6 @@ from policies.contract.wire import Sampling, TokenLogprob
 
 Precision = Literal["auto", "bf16", "fp32"]
 Progress = Callable[[str, float], None]
-WARM_UP_TOKENS = (1, 16, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +186,10 @@ class ModelRunner:
         self._warm_up(tell)
 
     def _warm_up(self, tell: Progress) -> None:
-        """First calls build kernels; the null page's twin, page 0, is wiped afterwards."""
-        for index, tokens in enumerate(WARM_UP_TOKENS):
-            tell("warm-up", index / len(WARM_UP_TOKENS))
+        """First calls build what is built late; the null page's twin, page 0, is wiped after."""
+        steps = self.model.warm_up_tokens
+        for index, tokens in enumerate(steps):
+            tell("warm-up", index / len(steps))
             count = min(tokens, self._room, self.step_tokens)
             pages = list(range(-(-count // self.arena.layout.page_size)))
             row = Row(
@@ -217,16 +217,15 @@ class ModelRunner:
         generation than expected, or of logits that are not numbers."""
         return self.collect(self.launch(plan))
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """Carries out what the plan says of pages, then computes its rows."""
         started = time.perf_counter()
         self.arena.assign(plan.assigned)
-        self.arena.copy((copy.source, copy.target) for copy in plan.copies)
+        if plan.copies:
+            self.arena.copy((copy.source, copy.target) for copy in plan.copies)
         self.arena.zero_tails(plan.zero_tails)
         return Launched(plan, started, self.model.forward(plan.rows) if plan.rows else [])
 
-    @torch.inference_mode()
     def collect(self, launched: Launched) -> StepResult:
         """Chooses tokens and checks what was read. Before the next launch, and once."""
         plan, rows = launched.plan, launched.plan.rows
@@ -265,36 +264,39 @@ class ModelRunner:
             for index, row in zip(indices, rows, strict=True)
         ]
         head = self.model.head(last)
-        tokens, rest = head.best, list(range(len(rows)))
-        if tokens is not None:  # they are the answer where nothing but the best is asked for
+        best = head.best
+        if best is None:
+            tokens = self._sample(head.logits, rows, indices, found)
+        else:  # it is the answer where nothing else is asked for
+            tokens = best
             rest = [at for at, row in enumerate(rows) if not is_plain_greedy(row)]
-        if rest:
-            logits = head.logits if len(rest) == len(rows) else head.logits[rest]
-            asking = [at for at in rest if rows[at].sampling.logprobs is not None]
-            own = head.logits[asking] if asking else None  # sample changes what it is given
-            choices = [
-                Choice(rows[at].sampling, rows[at].num_completion, rows[at].history) for at in rest
-            ]
-            chosen = sample(logits, choices)
-            if tokens is None:
-                tokens = chosen
-            else:
-                for at, token in zip(rest, chosen, strict=True):
+            if rest:
+                logits = head.logits if len(rest) == len(rows) else head.logits[rest]
+                asking = [rows[at] for at in rest], [indices[at] for at in rest]
+                for at, token in zip(rest, self._sample(logits, *asking, found), strict=True):
                     tokens[at] = token
-            if own is not None:
-                told = describe(
-                    own,
-                    [tokens[at] or 0 for at in asking],
-                    [rows[at].sampling.logprobs or 0 for at in asking],
-                )
-                for at, entry in zip(asking, told, strict=True):
-                    found.logprobs[indices[at]] = entry
-        assert tokens is not None
         for index, token in zip(indices, tokens, strict=True):
             found.tokens[index] = token
             if token is None:
                 found.insane.add(index)
 
+    @torch.inference_mode()
+    def _sample(
+        self, logits: Tensor, rows: list[Row], indices: list[int], found: _Found
+    ) -> list[int | None]:
+        """As each row asks; logits fp32 [rows, vocab] are changed. indices: of the plan's rows."""
+        asking = [at for at, row in enumerate(rows) if row.sampling.logprobs is not None]
+        own = logits[asking] if asking else None  # sample changes what it is given
+        choices = [Choice(row.sampling, row.num_completion, row.history) for row in rows]
+        tokens = sample(logits, choices)
+        if own is not None:
+            chosen = [tokens[at] or 0 for at in asking]
+            tops = [rows[at].sampling.logprobs or 0 for at in asking]
+            told = describe(own, chosen, tops)
+            found.logprobs.update(zip((indices[at] for at in asking), told, strict=True))
+        return tokens
+
+    @torch.inference_mode()
     def _tell_prompt(self, row: Row, first: int) -> tuple[TokenLogprob, ...]:
         """Log probabilities of the prompt tokens that a row tells; first: its first token row."""
         told, history, top = row.prompt_logprobs, row.history, row.sampling.prompt_logprobs
@@ -312,8 +314,18 @@ class ModelRunner:
 
     def _corrupt_rows(self, rows: tuple[Row, ...], copies: tuple[PageCopy, ...]) -> set[int]:
         """Checked after the reads and before anything is emitted, in one batch."""
-        if self._library is not None:
-            return corrupt_rows(self._library, self.arena.tags, rows, copies)
+        if self._device.type == "cpu":
+            foreign = self.arena.foreign
+            corrupt = {
+                index
+                for index, row in enumerate(rows)
+                for pages, held in zip(row.page_table, row.generations, strict=True)
+                if foreign(pages, held)
+            }
+            # A copy's row read the source too.
+            return corrupt.union(
+                copy.row for copy in copies if foreign((copy.source,), [copy.generation])
+            )
         pairs = tag_pairs(rows, copies, device=self._device)
         verdict = self._kernels.verify_tags(
             self.arena.tags, pairs.pages, pairs.generations, pairs.rows, num_rows=len(rows)

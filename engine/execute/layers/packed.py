@@ -33,36 +33,28 @@ class Part(NamedTuple):
 class Packer:
     """Packs matrices one behind the other; they live as long as it does."""
 
-    def __init__(self, library: Library, checkpoint: Checkpoint) -> None:
-        self._functions, self._checkpoint = library.functions, checkpoint
+    def __init__(self, library: Library) -> None:
+        self._functions = library.functions
         self._chunks: list[Tensor] = []
         self._used = CHUNK_BYTES
 
-    def parts(self, names: Sequence[str]) -> list[Part]:
+    def parts(self, checkpoint: Checkpoint, names: Sequence[str]) -> list[Part]:
         """names: of weights [outputs, inputs] that share their inputs, in the product's order."""
         found: list[Part] = []
         at = 0
-        for is_packed, group in self._alike(names):
-            rows = [self._checkpoint.tensors[name].shape[0] for name in group]
-            packed = self._pack(group) if is_packed else None
+        for is_packed, group in _alike(checkpoint, names):
+            rows = [checkpoint.tensors[name].shape[0] for name in group]
+            packed = self._pack(checkpoint, group) if is_packed else None
             found.append(Part(group, range(at, at + sum(rows)), packed))
             at += sum(rows)
         return found
 
-    def _alike(self, names: Sequence[str]) -> Iterator[tuple[bool, tuple[str, ...]]]:
-        """Whether the kernels read their format, and neighbours of one format."""
-
-        def form(name: str) -> str:
-            precision = self._checkpoint.tensors[name].precision
-            return precision if precision.startswith("q") else ""
-
-        for precision, group in groupby(names, form):
-            yield precision != "", tuple(group)
-
-    def _pack(self, names: Sequence[str]) -> Packed:
-        shapes = [self._checkpoint.tensors[name].shape for name in names]
+    def _pack(self, checkpoint: Checkpoint, names: Sequence[str]) -> Packed:
+        shapes = [checkpoint.tensors[name].shape for name in names]
         outputs, inputs = sum(shape[0] for shape in shapes), shapes[0][1]
-        whole = self._read([(name, shape[0]) for name, shape in zip(names, shapes, strict=True)])
+        whole = _read(
+            checkpoint, [(name, shape[0]) for name, shape in zip(names, shapes, strict=True)]
+        )
         packed = Packed(n=-(-outputs // 16) * 16, k=inputs)
         bits, block, wide, has_min = (c_int32() for _ in range(4))
         form = (byref(bits), byref(block), byref(wide), byref(has_min))
@@ -84,22 +76,6 @@ class Packer:
         assert done == 0, f"{names[0]}: {outputs} by {inputs} weights cannot be packed"
         return packed
 
-    def _read(self, matrices: Sequence[tuple[str, int]]) -> Blocks:
-        """The rows of several, by name and number of rows, as those of one."""
-        found: list[Blocks] = []
-        order: list[int] = []
-        for name, rows in matrices:
-            blocks = self._checkpoint.read_blocks(name)
-            assert blocks is not None, f"{name} lies in blocks"
-            found.append(blocks)
-            first = len(order)
-            order += [first + at for at in blocks.order or range(rows)]
-        if len(found) == 1:
-            return found[0]
-        is_ordered = any(blocks.order is not None for blocks in found)
-        data = torch.cat([blocks.data for blocks in found])
-        return Blocks(found[0].kind, data, order if is_ordered else None)
-
     def _take(self, num_bytes: int) -> Tensor:
         if self._used + num_bytes > CHUNK_BYTES:
             self._chunks.append(zeros(max(num_bytes, CHUNK_BYTES), dtype=torch.uint8))
@@ -107,3 +83,31 @@ class Packer:
         taken = self._chunks[-1][self._used : self._used + num_bytes]
         self._used += -(-num_bytes // ALIGNMENT) * ALIGNMENT
         return taken
+
+
+def _alike(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[tuple[bool, tuple[str, ...]]]:
+    """Whether the kernels read their format, and neighbours of one format."""
+
+    def form(name: str) -> str:
+        precision = checkpoint.tensors[name].precision
+        return precision if precision.startswith("q") else ""
+
+    for precision, group in groupby(names, form):
+        yield precision != "", tuple(group)
+
+
+def _read(checkpoint: Checkpoint, matrices: Sequence[tuple[str, int]]) -> Blocks:
+    """The rows of several, by name and number of rows, as those of one."""
+    found: list[Blocks] = []
+    order: list[int] = []
+    for name, rows in matrices:
+        blocks = checkpoint.read_blocks(name)
+        assert blocks is not None, f"{name} lies in blocks"
+        found.append(blocks)
+        first = len(order)
+        order += [first + at for at in blocks.order or range(rows)]
+    if len(found) == 1:
+        return found[0]
+    is_ordered = any(blocks.order is not None for blocks in found)
+    data = torch.cat([blocks.data for blocks in found])
+    return Blocks(found[0].kind, data, order if is_ordered else None)

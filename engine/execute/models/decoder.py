@@ -59,6 +59,7 @@ class Decoder:
     layers' window."""
 
     head_rows = HEAD_ROWS
+    warm_up_tokens = (1, 16, 512)  # torch's kernels by numbers of rows
 
     def __init__(
         self,
@@ -163,15 +164,18 @@ class Decoder:
             qk = layer.head_norm(qk.float())
         return qk, qkv[:, turned:].view(-1, config.num_kv_heads, config.head_dim)
 
+    @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> list[int]:
         """See models.model.Model."""
         batch = build_batch(rows, self.attention, self.tiles)
         self._hidden = self._decode(batch, self._arena)
         return batch.first_tokens
 
+    @torch.inference_mode()
     def head(self, token_rows: Sequence[int]) -> Head:
         """See models.model.Model."""
-        return Head(self._logits(torch.tensor(token_rows, device=self._device)), None)
+        rows = torch.tensor(token_rows, device=self._device)
+        return Head(self._logits(rows), len(rows), None)
 
     def _decode(self, batch: Batch, arena: Tensor) -> Tensor:
         """The residual after the last layer, fp32 [padded, hidden]; keys and values are written."""

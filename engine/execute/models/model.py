@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from engine.schedule.plan import Row
 HEAD_ROWS = 64  # most logits at a time: those of a whole chunk would be hundreds of megabytes
 
 
-class Head(NamedTuple):
+class Head:
     """What the head says of some token rows; the logits may be changed, and live until the next
     forward or head.
 
@@ -20,8 +20,16 @@ class Head(NamedTuple):
     above or no number; best itself is None where nobody looked.
     """
 
-    logits: Tensor  # fp32 [rows, vocab]
-    best: list[int | None] | None
+    __slots__ = ("_logits", "_rows", "best")
+
+    def __init__(self, logits: Tensor, rows: int, best: list[int | None] | None) -> None:
+        """rows: how many of the logits' first count."""
+        self._logits, self._rows, self.best = logits, rows, best
+
+    @property
+    def logits(self) -> Tensor:
+        """fp32 [rows, vocab]; sliced late, since a greedy step needs none."""
+        return self._logits[: self._rows]
 
 
 class Model(Protocol):
@@ -31,6 +39,10 @@ class Model(Protocol):
     def compute_precision(self) -> str:
         """What goes into the body's products: bf16 or fp32, or int16 or int8 with a scale for each
         32 values."""
+
+    @property
+    def warm_up_tokens(self) -> tuple[int, ...]:
+        """Of the steps after which no other is slow because it is the first of its kind."""
 
     @property
     def head_rows(self) -> int:

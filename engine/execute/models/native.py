@@ -89,6 +89,8 @@ class Activations:
 class NativeDecoder:
     """A models.model.Model on the CPU. One step at a time, of at most max_rows token rows."""
 
+    warm_up_tokens = (1,)
+
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -114,14 +116,20 @@ class NativeDecoder:
         self._library, self._arena = library, arena
         self._page_size = arena.layout.page_size
         self.calls: dict[int | None, list[Call]] = {}
-        program = _Program(self, checkpoint, wiring, library, arena, is_fast=is_fast, dtype=dtype)
+        packer = Packer(library)
+        program = _Program(
+            self, checkpoint, wiring, library, packer, arena, is_fast=is_fast, dtype=dtype
+        )
         program.embed()
         for layer in range(config.num_layers):
             program.layer(layer)
             progress((layer + 1) / (config.num_layers + 1))
         program.head()
         self.compute_precision = program.precision
-        self._kept = program  # and all that its ops point to
+        self.fallbacks = sum(callable(entry) for entry in program.entries)
+        self._logits = program.logits
+        self._best_ids, self._best_values = program.best_ids, program.best_values
+        self._kept = program.kept, packer  # what the ops point to
         self._ops = cpu.program([entry for entry in program.entries if not callable(entry)])
         self._body = _slices(program.entries[: program.head_at], 0)
         first = sum(not callable(entry) for entry in program.entries[: program.head_at])
@@ -158,18 +166,19 @@ class NativeDecoder:
             self._run(self._head)
         self._looked_at = None  # the logits may be changed from now on
         count = len(wanted)
-        tokens, values = self._kept.best_ids[:count], self._kept.best_values[:count]
+        tokens, values = self._best_ids[:count], self._best_values[:count]
         best = [
             token if isfinite(value) else None for token, value in zip(tokens, values, strict=True)
         ]
-        return Head(self._kept.logits[:count], best)
+        return Head(self._logits, count, best)
 
     def _run(self, slices: Sequence[range | Fallback]) -> None:
         for part in slices:
             if isinstance(part, range):
                 self._library.run(self._ops, self._step.step, start=part.start, count=len(part))
             else:
-                part(self._step)
+                with torch.inference_mode():
+                    part(self._step)
 
 
 def _slices(entries: Sequence[Args | Fallback], first: int) -> list[range | Fallback]:
@@ -197,6 +206,7 @@ class _Program:
         checkpoint: Checkpoint,
         wiring: Wiring,
         library: Library,
+        packer: Packer,
         arena: Arena,
         *,
         is_fast: bool,
@@ -205,9 +215,9 @@ class _Program:
         config = self._config = checkpoint.config
         self._model, self._checkpoint, self._wiring = model, checkpoint, wiring
         self._arena, self._dtype, self._is_fast = arena, dtype, is_fast
-        self._packer = Packer(library, checkpoint)
+        self._packer = packer
         self._tiles: dict[tuple[object, ...], RowTiles] = {}
-        self._kept: list[object] = []
+        self.kept: list[object] = []  # what ops point to; not the checkpoint and its vocabulary
         self.entries: list[Args | Fallback] = []
         self.head_at = 0
         self.precision = "int8" if is_fast else "int16"
@@ -216,10 +226,12 @@ class _Program:
         head_rows = model.head_rows + HEAD_SIZES[-1]
 
         def floats(count: int, width: int) -> Tensor:
-            return zeros(count, width, dtype=torch.float32)
+            return self._keep(zeros(count, width, dtype=torch.float32))
 
         def activations(width: int) -> Activations:
-            return Activations(rows, width, has_low=not is_fast)
+            made = Activations(rows, width, has_low=not is_fast)
+            self.kept.append(made)
+            return made
 
         self._x, self._added = floats(rows, hidden), floats(rows, hidden)
         self._qkv = floats(rows, (config.num_heads + 2 * config.num_kv_heads) * dim)
@@ -229,6 +241,7 @@ class _Program:
         self._attended = activations(config.num_heads * dim)
         self._gated = activations(config.ffn_size)
         self._last = Activations(head_rows, hidden, has_low=True)
+        self.kept.append(self._last)
         self.logits = floats(head_rows, config.vocab_size)
         self.best_ids: Array[c_int32] = (c_int32 * model.head_rows)()
         self.best_values: Array[c_float] = (c_float * model.head_rows)()
@@ -236,7 +249,7 @@ class _Program:
         num_floats = library.functions.kagari_attention_scratch(
             rows, config.num_heads, dim, model.context_tokens, library.threads
         )
-        self._scratch = zeros(num_floats, dtype=torch.float32)
+        self._scratch = self._keep(zeros(num_floats, dtype=torch.float32))
         # What the last product gave, not yet in the residual.
         self._to_add: dict[str, object] = {}
 
@@ -245,7 +258,7 @@ class _Program:
     def embed(self) -> None:
         name, hidden = "model.embed_tokens.weight", self._config.hidden_size
         scale = self._wiring.embedding_scale(hidden)
-        (self._embedding,) = self._packer.parts([name])
+        (self._embedding,) = self._packer.parts(self._checkpoint, [name])
         if self._embedding.packed is not None:
             table = pointer(self._embedding.packed)
             self.entries.append(cpu.Embed(table=table, out=self._x.data_ptr(), scale=scale))
@@ -291,7 +304,7 @@ class _Program:
         self.head_at = len(self.entries)
         name = "lm_head.weight"
         tied = self._config.tied_head
-        (part,) = (self._embedding,) if tied else self._packer.parts([name])
+        (part,) = (self._embedding,) if tied else self._packer.parts(self._checkpoint, [name])
         gain = self._gain("model.norm")
         self.entries.append(
             self._norm_op(gain=gain.data_ptr(), only_last=1, **self._last.targets([part]))
@@ -335,11 +348,11 @@ class _Program:
 
     def _keep(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()
-        self._kept.append(tensor)
+        self.kept.append(tensor)
         return tensor
 
     def _parts(self, at: str, names: Sequence[str]) -> list[Part]:
-        return self._packer.parts([f"{at}.{name}.weight" for name in names])
+        return self._packer.parts(self._checkpoint, [f"{at}.{name}.weight" for name in names])
 
     def _product(self, at: str, parts: Sequence[Part], given: Activations, out: Tensor) -> None:
         for part in parts:

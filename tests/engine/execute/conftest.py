@@ -4,14 +4,18 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.steps import Steps
+from engine.config import ConfigError
+from engine.execute.kernels.cpu import library
+from engine.execute.models.native import NativeDecoder
 from engine.execute.runner import ModelRunner, RunnerConfig, load_runner
 from engine.execute.weights import RopeScaling
-from tests.engine.execute.tiny_families import SHAPES, rope, tiny_model
+from tests.engine.execute.tiny_families import GGUF_SHAPES, SHAPES, rope, tiny_model, write_gguf
 
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA_FILE = "gemma-3-270m-q4_k_m.gguf"
@@ -69,6 +73,35 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> TinyFolder:
     return make
 
 
+@pytest.fixture(params=library.TIERS)
+def tier(request: pytest.FixtureRequest) -> str:
+    """Each tier of the CPU kernels that this CPU has."""
+    try:
+        if library.load(tier=request.param) is None:
+            pytest.skip(f"no CPU kernels here: {library.why_absent()}")
+    except ConfigError:
+        pytest.skip(f"this CPU has no {request.param}")
+    return str(request.param)
+
+
+@pytest.fixture
+def kernels(tier: str) -> Iterator[library.Library]:
+    """The CPU kernels of a tier on two threads."""
+    loaded = library.load(tier=tier, threads=2)
+    assert loaded is not None
+    yield loaded
+    loaded.close()
+
+
+# How a runner may compute: torch's forward pass, or the CPU's own kernels (16-bit activations; 8).
+WAYS: dict[str, dict[str, Any]] = {
+    "fp32": {"dtype": "fp32", "kv_dtype": "fp32"},
+    "bf16": {"dtype": "bf16", "kv_dtype": "bf16", "kernels": "torch"},
+    "native": {},
+    "fast": {"compute": "fast"},
+}
+QUICK = {("llama", "fp32"), ("llama", "bf16"), ("llama", "native"), ("gemma3", "native")}
+PACKED = ("Q4_1", "Q8_0", "Q5_0", "Q6_K", "Q4_0", "Q4_K", "Q5_1", "Q5_K")
 RunnerMaker = Callable[..., ModelRunner]
 
 
@@ -81,18 +114,38 @@ def make_runner() -> RunnerMaker:
         num_pages: int = 64,
         page_size: int = 16,
         threads: int = 1,
+        step_tokens: int = 4096,
+        pages: str | None = None,
         **rest: object,
     ) -> ModelRunner:
+        """precision: a key of WAYS; pages: another precision for them."""
         spec = Spec(str(path), **rest)  # type: ignore[arg-type]
+        way = WAYS[precision] | ({"kv_dtype": pages} if pages else {})
         config = RunnerConfig(
             num_pages=num_pages,
             page_size=page_size,
-            dtype=precision,  # type: ignore[arg-type]
-            kv_dtype=precision,  # type: ignore[arg-type]
             device="cpu",
             threads=threads,
+            step_tokens=step_tokens,
+            **way,
         )
-        return load_runner(spec, config)
+        runner = load_runner(spec, config)
+        if precision in ("native", "fast") and not isinstance(runner.model, NativeDecoder):
+            pytest.skip(f"no CPU kernels here: {library.why_absent()}")
+        return runner
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A random model of a family whose products all have kernels, in every packed format."""
+
+    def make(family: str) -> Path:
+        path = tmp_path_factory.mktemp("packed") / "tiny.gguf"
+        model = tiny_model(family, GGUF_SHAPES[family]["groups"])
+        write_gguf(path, family, model, PACKED)
+        return path
 
     return make
 
@@ -103,18 +156,21 @@ def make_runner() -> RunnerMaker:
         pytest.param(
             (family, precision),
             id=f"{family}-{precision}",
-            marks=() if family == "llama" else pytest.mark.slow,
+            marks=() if (family, precision) in QUICK else pytest.mark.slow,
         )
         for family in ("llama", "qwen3", "gemma3")
-        for precision in ("fp32", "bf16")
+        for precision in WAYS
     ],
 )
 def tiny_runner(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
+    tiny_gguf: Callable[[str], Path],
     make_runner: RunnerMaker,
 ) -> ModelRunner:
     family, precision = request.param
+    if precision in ("native", "fast"):
+        return make_runner(tiny_gguf(family), precision=precision, num_pages=256)
     folder = tmp_path_factory.mktemp("family")
     (shape, *_) = SHAPES[family].values()
     tiny_model(family, shape).save_pretrained(folder)
@@ -126,7 +182,10 @@ def tiny_steps(tiny_runner: ModelRunner) -> Steps:
     return Steps(tiny_runner)
 
 
-@pytest.fixture(scope="session", params=["fp32", "bf16"])
+@pytest.fixture(
+    scope="session",
+    params=["fp32", pytest.param("bf16", marks=pytest.mark.slow), "native"],
+)
 def real_runner(
     request: pytest.FixtureRequest, model_path: Path, make_runner: RunnerMaker
 ) -> ModelRunner:

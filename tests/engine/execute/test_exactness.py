@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from benchmarks.steps import Steps, Stream
-from engine.execute.runner import ModelRunner, RunnerConfig, load_runner
+from engine.execute.runner import ModelRunner
 from policies.contract.wire import Sampling
+from tests.engine.execute.conftest import RunnerMaker
 
 RANDOM = Sampling(max_tokens=99, temperature=1.3, top_p=0.95, top_k=40, seed=11)
 
@@ -100,6 +101,7 @@ def test_prefill_and_decode_rows_share_a_step(tiny_steps: Steps) -> None:
     assert [first.completion, second.completion] == expected
 
 
+@pytest.mark.parametrize("tiny_runner", [("llama", "fp32"), ("llama", "bf16")], indirect=True)
 def test_fixed_shapes_are_exact_too(
     tiny_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,20 +133,19 @@ def test_real_model_is_exact_however_it_is_run(real_runner: ModelRunner) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "native", "fast"])
 def test_real_model_is_exact_for_long_prompts_and_threads(
-    model_path: Path, threads: int, precision: str
+    model_path: Path, make_runner: RunnerMaker, threads: int, precision: str
 ) -> None:
-    from tests.engine.execute.conftest import Spec
-
-    config = RunnerConfig(
+    runner = make_runner(
+        model_path,
+        precision=precision,
         num_pages=400,
-        dtype=precision,  # type: ignore[arg-type]
-        kv_dtype=precision,  # type: ignore[arg-type]
-        device="cpu",
+        page_size=64,
         threads=threads,
+        step_tokens=16 * 1400,
     )
-    steps = Steps(load_runner(Spec(str(model_path)), config))
+    steps = Steps(runner)
     prompts = prompts_of(steps.runner, 16, 1400)
     expected = alone(steps, prompts, 24, RANDOM)
     for chunks in ((1 << 20,), (333, 64, 1), (512,)):

@@ -10,6 +10,7 @@ import torch
 from engine.execute.models.registry import WIRINGS
 from engine.execute.weights import open_checkpoint
 from engine.execute.weights.families import FAMILIES
+from tests.engine.execute.conftest import PACKED
 from tests.engine.execute.family_checks import assert_equals_peer, run_every_way
 from tests.engine.execute.tiny_families import (
     GGUF_SHAPES,
@@ -21,6 +22,7 @@ from tests.engine.execute.tiny_families import (
 )
 
 LENGTHS = (1, 17, 181)
+ATOL = {"fp32": 1e-4, "native": 1e-3}  # of logits; natively activations are rounded to 16 bits
 ALL_SHAPES = [
     pytest.param(family, name, id=f"{family}-{name}")
     for family, shapes in SHAPES.items()
@@ -78,16 +80,65 @@ def test_family_from_half_precision_safetensors_equals_transformers(
     assert_equals_peer(make_runner(folder), model, [prompt_of(length) for length in LENGTHS])
 
 
+@pytest.mark.parametrize("precision", list(ATOL))
 @pytest.mark.parametrize(("family", "shape", "kinds"), GGUF_CASES)
 def test_family_from_gguf_equals_transformers_on_the_dequantised_weights(
-    family: str, shape: str, kinds: tuple[str, ...], tmp_path: Path, make_runner: Any
+    family: str,
+    shape: str,
+    kinds: tuple[str, ...],
+    precision: str,
+    tmp_path: Path,
+    make_runner: Any,
 ) -> None:
+    """Natively too: formats without a kernel, and heads of 24, are torch's between its ops."""
     model = tiny_model(family, GGUF_SHAPES[family][shape])
     path = tmp_path / "tiny.gguf"
     write_gguf(path, family, model, kinds)
     held = {info.precision for info in open_checkpoint(path).tensors.values()}
     assert held >= ({kinds[0].lower()} if len(kinds) == 1 else {"q4_k", "q6_k", "q5_0", "bf16"})
-    assert_equals_peer(make_runner(path), model, [prompt_of(length) for length in LENGTHS])
+    runner = make_runner(path, precision=precision, pages="fp32")
+    prompts = [prompt_of(length) for length in LENGTHS]
+    assert_equals_peer(runner, model, prompts, atol=ATOL[precision])
+
+
+@pytest.mark.parametrize("family", list(SHAPES))
+def test_family_is_wholly_native_where_all_its_products_are_packed(
+    family: str, tiny_gguf: Any, make_runner: Any
+) -> None:
+    runner = make_runner(tiny_gguf(family), precision="native")
+    assert runner.compute_precision == "int16"
+    assert runner.model.fallbacks == 0
+    assert make_runner(tiny_gguf(family), precision="fast").compute_precision == "int8"
+
+
+@pytest.mark.parametrize("family", list(SHAPES))
+def test_family_with_heads_of_24_falls_back_for_its_attention_alone(
+    family: str, tmp_path: Path, make_runner: Any
+) -> None:
+    model = tiny_model(family, GGUF_SHAPES[family]["one-kv-head-tied"])
+    write_gguf(tmp_path / "tiny.gguf", family, model, PACKED)
+    runner = make_runner(tmp_path / "tiny.gguf", precision="native", pages="fp32")
+    assert runner.compute_precision == "int16"
+    assert runner.model.fallbacks == runner.model.config.num_layers
+    prompts = [prompt_of(length) for length in LENGTHS]
+    assert_equals_peer(runner, model, prompts, atol=ATOL["native"])
+    run_every_way(runner, [prompt_of(length) for length in (50, 1, 33)], 4)
+
+
+@pytest.mark.parametrize(("family", "shape"), [
+    ("llama", "llama3"), ("qwen2", "no-groups-tied-linear"),
+    ("qwen3", "no-groups-tied-linear-biased"), ("gemma3", "no-groups-linear"),
+])  # fmt: skip
+def test_family_with_plain_weights_runs_natively_around_its_products(
+    family: str, shape: str, tmp_path: Path, make_runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)  # torch's products are in fp32
+    model = tiny_model(family, SHAPES[family][shape])
+    runner = make_runner(save(model, tmp_path), precision="native", pages="fp32")
+    assert runner.model.attention is None
+    assert runner.compute_precision == "fp32"
+    assert_equals_peer(runner, model, [prompt_of(length) for length in LENGTHS])
+    run_every_way(runner, [prompt_of(length) for length in (50, 1, 33)], 4)
 
 
 def test_family_names_of_files_and_of_models_are_the_same() -> None:

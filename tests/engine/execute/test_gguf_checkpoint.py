@@ -72,6 +72,19 @@ def test_real_model_weights_equal_the_gguf_package_unpermuted(model_path: Path) 
     assert compared == len(wanted)
 
 
+def test_blocks_are_the_files_and_say_which_row_is_which(model_path: Path) -> None:
+    checkpoint = open_checkpoint(model_path)
+    for part in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"):
+        name = f"model.layers.3.{part}.weight"
+        blocks = checkpoint.read_blocks(name)
+        assert blocks is not None
+        assert (blocks.order is not None) == (part == "self_attn.q_proj")
+        rows = unpack(FORMATS[blocks.kind], blocks.data).view(checkpoint.tensors[name].shape)
+        ordered = rows if blocks.order is None else rows[blocks.order]
+        assert torch.equal(ordered, checkpoint.read(name))
+    assert checkpoint.read_blocks("model.norm.weight") is None
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_real_model_weights_equal_transformers_own_gguf_loader(model_path: Path) -> None:

@@ -17,9 +17,13 @@ from policies.contract.wire import Sampling
 GREEDY = Sampling(max_tokens=9, temperature=0.0)
 
 
-@pytest.fixture(scope="module")
-def runner(tiny_folder: Any, make_runner: Any) -> ModelRunner:
-    made: ModelRunner = make_runner(tiny_folder())
+@pytest.fixture(scope="module", params=["fp32", "native"])
+def runner(
+    request: pytest.FixtureRequest, tiny_folder: Any, tiny_gguf: Any, make_runner: Any
+) -> ModelRunner:
+    is_native = request.param == "native"
+    path = tiny_gguf("llama") if is_native else tiny_folder()
+    made: ModelRunner = make_runner(path, precision=request.param, num_pages=80)
     return made
 
 
@@ -241,3 +245,69 @@ def test_the_row_order_of_a_plan_is_kept(steps: Steps) -> None:
     streams = [steps.stream(prompt) for prompt in prompts]
     result = steps.step([(stream, len(stream.token_ids)) for stream in streams])
     assert list(result.tokens) == expected
+
+
+def test_a_greedy_row_gets_the_same_token_beside_rows_that_ask_for_more(
+    runner: ModelRunner,
+) -> None:
+    """Greedy tokens come from the kernels, and from the sampler where it runs anyway."""
+    steps = Steps(runner)
+    steps.runner.arena.pages.zero_()
+    prompt = range(40, 71)
+    plain = steps.stream(prompt)
+    (expected,) = steps.generate([plain], 6)
+    told = steps.stream(prompt, sampling=Sampling(9, temperature=0.0, logprobs=2))
+    drawn = steps.stream(prompt, sampling=Sampling(9, temperature=2.0, seed=3))
+    biased = steps.stream(prompt, sampling=Sampling(9, temperature=0.0, logit_bias=((7, 1e4),)))
+    again = steps.stream(prompt)
+    found = steps.generate([told, drawn, biased, again], 6)
+    assert found[0] == found[3] == expected
+    assert found[2] == [7] * 6
+    assert found[1] != expected
+
+
+def test_stop_tokens_are_banned_before_min_tokens_for_greedy_rows(runner: ModelRunner) -> None:
+    steps = Steps(runner)
+    (first, *_), = steps.generate([steps.stream(range(20, 45))], 1)  # fmt: skip
+    banned = Sampling(9, temperature=0.0, min_tokens=1, stop_token_ids=(first,))
+    (found,) = steps.generate([steps.stream(range(20, 45), sampling=banned)], 1)
+    assert found != [first]
+
+
+def test_more_sampling_rows_than_the_head_takes_at_once(runner: ModelRunner) -> None:
+    prompts = [range(at % 90, at % 90 + 1 + at % 3) for at in range(runner.model.head_rows + 7)]
+    steps = Steps(runner)
+    expected = []
+    for prompt in prompts:
+        steps.reset()
+        expected += steps.generate([steps.stream(prompt)], 1)
+    steps.reset()
+    assert len(prompts) > runner.model.head_rows
+    assert len(prompts) <= runner.arena.num_pages
+    assert steps.generate([steps.stream(prompt) for prompt in prompts], 1) == expected
+
+
+def test_a_step_beyond_the_native_buffers_is_refused(tiny_gguf: Any, make_runner: Any) -> None:
+    runner = make_runner(tiny_gguf("llama"), precision="native", step_tokens=20)
+    steps = Steps(runner)
+    steps.step([(steps.stream(range(20)), 20)])
+    with pytest.raises(AssertionError, match="21 token rows, allowed 20"):
+        steps.step([(steps.stream(range(21)), 21)])
+
+
+def test_torch_serves_where_there_are_no_kernels(
+    tiny_gguf: Any, make_runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engine.execute.models.decoder import Decoder
+    from tests.engine.execute.conftest import Spec
+
+    path = tiny_gguf("llama")
+    expected = make_runner(path, pages="bf16")
+    monkeypatch.setenv("KAGARI_CPU_TIER", "off")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    config = RunnerConfig(num_pages=64, page_size=16, device="cpu", threads=1)
+    runner = load_runner(Spec(str(path)), config)
+    assert isinstance(runner.model, Decoder)
+    assert runner.compute_precision == "fp32"
+    found = [Steps(one).generate([Steps(one).stream(range(30))], 8) for one in (runner, expected)]
+    assert found[0] == found[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import functools
 import hashlib
 import os
 import platform
@@ -73,10 +74,12 @@ def source_key() -> str:
 
 
 def library_file(*, cache: Path | None = None, build_s: float = BUILD_S) -> Path:
-    """The compiled kernels: from the cache, else compiled now (seconds).
+    """The compiled kernels: KAGARI_CPU_KERNELS, else from the cache, else compiled now (seconds).
 
     Without a compiler a build by any compiler serves. Raises NoKernels.
     """
+    if named := os.environ.get("KAGARI_CPU_KERNELS"):
+        return Path(named)
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise NoKernels(f"the kernels are for Linux on x86-64, not {platform.platform(terse=True)}")
     folder = (cache or cache_folder()) / "kernels"
@@ -93,19 +96,20 @@ def library_file(*, cache: Path | None = None, build_s: float = BUILD_S) -> Path
         return build / "kernels.so"
     deadline = time.monotonic() + build_s
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _only_builder(folder, deadline=deadline):
-            if not is_sound(build):  # another builder may have been first
-                _replace(build, compiler, deadline=deadline)
-                _prune(folder, keep=build)
+        _make(build, compiler, deadline=deadline)
     except OSError:  # a cache that cannot be written
-        return _private_build(compiler, deadline=deadline)
+        build = _private_folder() / build.name
+        try:
+            _make(build, compiler, deadline=deadline)
+        except OSError as error:
+            raise NoKernels(f"neither {folder} nor {build} can be written: {error}") from error
     return build / "kernels.so"
 
 
 def discard(path: Path) -> None:
     """Forgets a build that could not be loaded, so that the next library_file compiles anew."""
-    shutil.rmtree(path.parent, ignore_errors=True)
+    if path.with_name("sha256").is_file():  # ours, not KAGARI_CPU_KERNELS
+        shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def is_sound(build: Path) -> bool:
@@ -184,11 +188,22 @@ def _only_builder(folder: Path, *, deadline: float) -> Iterator[None]:
         yield
 
 
+def _make(build: Path, compiler: Compiler, *, deadline: float) -> None:
+    build.parent.mkdir(parents=True, exist_ok=True)
+    with _only_builder(build.parent, deadline=deadline):
+        if not is_sound(build):  # another builder may have been first
+            _replace(build, compiler, deadline=deadline)
+            _prune(build)
+
+
 def _replace(build: Path, compiler: Compiler, *, deadline: float) -> None:
     """Puts a new build in place by one rename; a broken one is moved away before."""
     made = Path(tempfile.mkdtemp(prefix="building-", dir=build.parent))
+    library = made / "kernels.so"
     try:
-        _fill(made, compiler, deadline=deadline)
+        compile_library(library, compiler, deadline=deadline)
+        (made / "sha256").write_text(hashlib.sha256(library.read_bytes()).hexdigest())
+        library.chmod(0o755)
         made.chmod(0o755)
         if build.exists():
             build.rename(made.with_name(f"{made.name}-broken"))
@@ -200,21 +215,11 @@ def _replace(build: Path, compiler: Compiler, *, deadline: float) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _fill(made: Path, compiler: Compiler, *, deadline: float) -> None:
-    library = made / "kernels.so"
-    compile_library(library, compiler, deadline=deadline)
-    library.chmod(0o755)
-    (made / "sha256").write_text(hashlib.sha256(library.read_bytes()).hexdigest())
-
-
-def _private_build(compiler: Compiler, *, deadline: float) -> Path:
-    made = Path(tempfile.mkdtemp(prefix="kagari-kernels-"))
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
-    try:
-        _fill(made, compiler, deadline=deadline)
-    except OSError as error:
-        raise NoKernels(f"neither the cache nor {made} can be written: {error}") from error
-    return made / "kernels.so"
+@functools.cache
+def _private_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="kagari-kernels-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _last_used(build: Path) -> float:
@@ -224,7 +229,7 @@ def _last_used(build: Path) -> float:
         return 0.0
 
 
-def _prune(folder: Path, *, keep: Path) -> None:
-    builds = [path for path in folder.iterdir() if path.is_dir() and path != keep]
+def _prune(keep: Path) -> None:
+    builds = [path for path in keep.parent.iterdir() if path.is_dir() and path != keep]
     for old in sorted(builds, key=_last_used, reverse=True)[KEPT_BUILDS - 1 :]:
         shutil.rmtree(old, ignore_errors=True)

@@ -145,9 +145,8 @@ static inline float from_half(uint16_t half) {
 
 #ifdef KAGARI_TIER  // ==== a tier's kernels =======================================================
 
-#if KAGARI_TIER > 0
 #include <immintrin.h>
-#endif
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's own header (its bug 105593)
 
 namespace {
 
@@ -572,7 +571,7 @@ inline Floats norm_factor(const float* x, int32_t width, float eps) {  // 1 / ro
   return splat(1.0f / __builtin_sqrtf(sum(squares) / width + eps));
 }
 
-// A row for `out`, else one on the stack that is only quantised; zeros fill it to a whole block.
+// A row of `out` (of whole blocks, if it is quantised too), else `spare`, filled up with zeros.
 inline float* row_or(float* out, int64_t row, int32_t width, float* spare, const Quants* quants) {
   if (out) return out + row * width;
   for (int32_t i = width; quants && i < quants->width; i++) spare[i] = 0;
@@ -671,43 +670,38 @@ constexpr float HIDDEN = -2e30f;    // below FLOOR: its weight is 0 whatever the
 
 typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t LaneInts __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t Quad __attribute__((vector_size(16), aligned(4), may_alias));
 
 inline Lanes& lanes(float* at) { return *reinterpret_cast<Lanes*>(at); }
 inline const Lanes& lanes(const float* at) { return *reinterpret_cast<const Lanes*>(at); }
 inline Lanes spread(float value) { return value - Lanes{}; }
 
-inline Lanes fused(Lanes a, Lanes b, Lanes c) {
 #if KAGARI_TIER == 2
-  return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#define WIDE(name) _mm512_##name
 #elif KAGARI_TIER == 1
-  return (Lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#define WIDE(name) _mm256_##name
+#else
+#define WIDE(name) _mm_##name
+#endif
+
+inline Lanes fused(Lanes a, Lanes b, Lanes c) {
+#if KAGARI_TIER > 0
+  return WIDE(fmadd_ps)(a, b, c);
 #else
   return a * b + c;
 #endif
 }
 
-template <int A, int B, int C, int D>  // in each 16 bytes, of x's (0–3) and y's (4–7) dwords
-inline LaneInts pick(LaneInts x, LaneInts y) {
-  const int from[4] = {A, B, C, D};
-  LaneInts mask;
-  for (int i = 0; i < LANES; i++)
-    mask[i] = (i & ~3) + (from[i & 3] & 3) + from[i & 3] / 4 * LANES;
-  return __builtin_shuffle(x, y, mask);
-}
-
-template <int BY = LANES / 2>
 inline Lanes highest(Lanes value) {  // in every lane
-  LaneInts mask;
-  for (int i = 0; i < LANES; i++) mask[i] = (i + BY) % LANES;
-  Lanes other = __builtin_shuffle(value, mask);
-  value = value > other ? value : other;
-  if constexpr (BY > 1) return highest<BY / 2>(value);
-  return value;
+  union { Lanes whole; __m128 part[LANES / 4]; } parts{value};
+  __m128 best = parts.part[0];
+  for (int i = 1; i < LANES / 4; i++) best = _mm_max_ps(best, parts.part[i]);
+  best = _mm_max_ps(best, _mm_movehl_ps(best, best));
+  best = _mm_max_ps(best, _mm_shuffle_ps(best, best, 1));
+  return spread(_mm_cvtss_f32(best));
 }
 
 // e^x for x ≤ 0, 0 below e^-87; the range reduction and polynomial of Cephes' expf (Moshier, 1992).
-inline Lanes exponential_of(Lanes x) {
+inline Lanes decay(Lanes x) {
   const float magic = 12582912.0f + 127.0f;  // 1.5 × 2^23: rounds; 127: the exponent's bias
   Lanes clamped = x < -87.0f ? spread(-87.0f) : x;
   Lanes shifted = fused(clamped, spread(1.44269504f), spread(magic)), n = shifted - magic;
@@ -723,9 +717,22 @@ inline Lanes exponential_of(Lanes x) {
   return x < -87.0f ? Lanes{} : p * power;
 }
 
+inline Lanes widened(const float* at) { return lanes(at); }
+
+inline Lanes widened(const uint16_t* at) {  // bf16
+#if KAGARI_TIER == 2
+  __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at));
+#elif KAGARI_TIER == 1
+  __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at));
+#else
+  __m128i bits = _mm_unpacklo_epi16(_mm_loadl_epi64((const __m128i*)at), _mm_setzero_si128());
+#endif
+  return (Lanes)WIDE(slli_epi32)(bits, 16);
+}
+
 // c [rows][columns] = c × scales (0 if null) + a [rows][depth] · b [depth][columns], ascending.
-template <int ROWS, int COLUMNS>
-inline void multiply_tile(const float* a, int64_t a_stride, const float* b, int64_t b_stride,
+template <int ROWS, int COLUMNS, class Element>
+inline void multiply_tile(const float* a, int64_t a_stride, const Element* b, int64_t b_stride,
                           float* c, int64_t c_stride, const float* scales, int depth) {
   Lanes sums[ROWS][COLUMNS] = {};
   if (scales)
@@ -737,7 +744,7 @@ inline void multiply_tile(const float* a, int64_t a_stride, const float* b, int6
   for (int d = 0; d < depth; d++, b += b_stride) {
     Lanes column[COLUMNS];
 #pragma GCC unroll 8
-    for (int j = 0; j < COLUMNS; j++) column[j] = lanes(b + j * LANES);
+    for (int j = 0; j < COLUMNS; j++) column[j] = widened(b + j * LANES);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) {
       Lanes value = spread(a[r * a_stride + d]);
@@ -751,20 +758,19 @@ inline void multiply_tile(const float* a, int64_t a_stride, const float* b, int6
     for (int j = 0; j < COLUMNS; j++) lanes(c + r * c_stride + j * LANES) = sums[r][j];
 }
 
-template <int ROWS>
-void multiply(int rows, const float* a, int64_t a_stride, const float* b, int columns, float* c,
+template <int ROWS, class Element>
+void multiply(int rows, const float* a, int64_t a_stride, const Element* b, int columns, float* c,
               int64_t c_stride, const float* scales, int depth) {
   if (rows < ROWS) {
     if constexpr (ROWS > 1)
       multiply<ROWS - 1>(rows, a, a_stride, b, columns, c, c_stride, scales, depth);
     return;
   }
-  int done = 0;
-  for (; done + TILE_COLUMNS * LANES <= columns; done += TILE_COLUMNS * LANES)
-    multiply_tile<ROWS, TILE_COLUMNS>(a, a_stride, b + done, columns, c + done, c_stride, scales,
-                                      depth);
-  for (; done < columns; done += LANES)
-    multiply_tile<ROWS, 1>(a, a_stride, b + done, columns, c + done, c_stride, scales, depth);
+  int at = 0;
+  for (; at + TILE_COLUMNS * LANES <= columns; at += TILE_COLUMNS * LANES)
+    multiply_tile<ROWS, TILE_COLUMNS>(a, a_stride, b + at, columns, c + at, c_stride, scales, depth);
+  for (; at < columns; at += LANES)
+    multiply_tile<ROWS, 1>(a, a_stride, b + at, columns, c + at, c_stride, scales, depth);
 }
 
 struct Workspace {  // a thread's own; a state: weighted values [dim], highest score, sum of weights
@@ -775,7 +781,7 @@ struct Workspace {  // a thread's own; a state: weighted values [dim], highest s
   float weights[BLOCK_ROWS * LANES];          // [rows][LANES]: sums of weights in a segment
   float segment[BLOCK_ROWS * (MAX_DIM + 16)]; // states
   float merged[BLOCK_ROWS * (MAX_DIM + 16)];  // states
-  float partly[2][16 * MAX_DIM];              // 16 keys and values, some of them out of bounds
+  float copy[16 * MAX_DIM];                   // of keys some of which must not be read
 };
 static __thread Workspace workspace __attribute__((aligned(64)));
 
@@ -839,81 +845,124 @@ void run_rope(const void* args, const Step* step) {
   });
 }
 
-// The 16 bytes at each of LANES / 4 places.
-inline LaneInts quads(const int32_t* at, int64_t stride) {
-  auto part = [&](int i) { return *reinterpret_cast<const Quad*>(at + i * stride); };
+// Dwords first … first + 3 of LANES rows of `dwords` dwords, transposed.
+struct Turned { LaneInts dword[4]; };
+inline Turned turn_rows(const int32_t* rows, int dwords, int first) {
+  auto quads = [=](int row) {  // 16 bytes of each fourth row
+    auto quad = [=](int i) {
+      return _mm_loadu_si128((const __m128i*)(rows + (row + 4 * i) * dwords + first));
+    };
 #if KAGARI_TIER == 2
-  __m512i all = _mm512_castsi128_si512((__m128i)part(0));
-  all = _mm512_inserti32x4(all, (__m128i)part(1), 1);
-  all = _mm512_inserti32x4(all, (__m128i)part(2), 2);
-  return (LaneInts)_mm512_inserti32x4(all, (__m128i)part(3), 3);
+    __m512i all = _mm512_inserti32x4(_mm512_castsi128_si512(quad(0)), quad(1), 1);
+    return _mm512_inserti32x4(_mm512_inserti32x4(all, quad(2), 2), quad(3), 3);
 #elif KAGARI_TIER == 1
-  return (LaneInts)_mm256_inserti128_si256(_mm256_castsi128_si256((__m128i)part(0)),
-                                           (__m128i)part(1), 1);
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(quad(0)), quad(1), 1);
 #else
-  return part(0);
+    return quad(0);
 #endif
+  };
+  auto row0 = quads(0), row1 = quads(1), row2 = quads(2), row3 = quads(3);
+  auto a = WIDE(unpacklo_epi32)(row0, row1), b = WIDE(unpackhi_epi32)(row0, row1);
+  auto c = WIDE(unpacklo_epi32)(row2, row3), d = WIDE(unpackhi_epi32)(row2, row3);
+  return {{(LaneInts)WIDE(unpacklo_epi64)(a, c), (LaneInts)WIDE(unpackhi_epi64)(a, c),
+           (LaneInts)WIDE(unpacklo_epi64)(b, d), (LaneInts)WIDE(unpackhi_epi64)(b, d)}};
 }
 
-// Rows of `dwords` dwords, one a key → `to` [dwords][64], LANES keys at once; bf16 pairs → 2 rows.
-inline void transpose(const int32_t* from, int dwords, bool is_float, float* to) {
+inline Lanes low_half(LaneInts pair) { return reinterpret_cast<Lanes>(pair << 16); }
+inline Lanes high_half(LaneInts pair) {
+  return reinterpret_cast<Lanes>(pair & (int32_t)0xffff0000);
+}
+
+// Scores of LANES keys [dim] for a few queries [dim]: what `multiply` gives, without its copy of keys.
+template <int ROWS, bool IS_FLOAT>
+void score_keys(int rows, const float* queries, const int32_t* keys, int dwords, float* scores) {
+  if (rows < ROWS) {
+    if constexpr (ROWS > 1)
+      score_keys<ROWS - 1, IS_FLOAT>(rows, queries, keys, dwords, scores);
+    return;
+  }
+  const int dim = IS_FLOAT ? dwords : 2 * dwords;
+  Lanes sums[ROWS] = {};
   for (int first = 0; first < dwords; first += 4) {
-    LaneInts row[4];
-    for (int i = 0; i < 4; i++) row[i] = quads(from + i * dwords + first, 4 * dwords);
-    LaneInts a = pick<0, 4, 1, 5>(row[0], row[1]), b = pick<2, 6, 3, 7>(row[0], row[1]);
-    LaneInts c = pick<0, 4, 1, 5>(row[2], row[3]), d = pick<2, 6, 3, 7>(row[2], row[3]);
-    LaneInts turned[4] = {pick<0, 1, 4, 5>(a, c), pick<2, 3, 6, 7>(a, c),
-                          pick<0, 1, 4, 5>(b, d), pick<2, 3, 6, 7>(b, d)};
+    const Turned turned = turn_rows(keys, dwords, first);
+    auto add = [&](int d, Lanes column) {
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++)
+        sums[r] = fused(spread(queries[r * dim + d]), column, sums[r]);
+    };
+#pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-      if (is_float) {
-        lanes(to + (first + i) * KEY_TILE) = reinterpret_cast<Lanes>(turned[i]);
+      if (IS_FLOAT) {
+        add(first + i, reinterpret_cast<Lanes>(turned.dword[i]));
       } else {
-        float* pair = to + 2 * (first + i) * KEY_TILE;
-        lanes(pair) = reinterpret_cast<Lanes>(turned[i] << 16);
-        lanes(pair + KEY_TILE) = reinterpret_cast<Lanes>(turned[i] & (int32_t)0xffff0000);
+        add(2 * (first + i), low_half(turned.dword[i]));
+        add(2 * (first + i) + 1, high_half(turned.dword[i]));
       }
     }
   }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++) lanes(scores + r * KEY_TILE) = sums[r];
 }
 
-inline void widen(const uint16_t* from, int count, float* to) {
-  typedef uint16_t Narrow __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-  for (int i = 0; i < count; i += LANES)
-    lanes(to + i) = reinterpret_cast<Lanes>(__builtin_convertvector(
-        *reinterpret_cast<const Narrow*>(from + i), LaneInts) << 16);
+struct Run {  // sixteen keys and values [dim] of a page, of which begin … end - 1 may be read
+  const char* keys;
+  const char* values;
+  int begin, end;
+};
+
+inline Run find_run(const Arena& arena, const int32_t* pages, int kv_head, int key, int first,
+                    int last) {
+  const int row = arena.dim * (arena.is_float ? 4 : 2);
+  Run run = {nullptr, nullptr, key < first ? first - key : 0, key + 15 > last ? last - key + 1 : 16};
+  if (run.begin >= run.end) return run;
+  const int64_t page = pages[key / arena.page_size], head = (int64_t)arena.page_size * row;
+  run.keys = static_cast<const char*>(arena.data) + kv_head * head +
+             key % arena.page_size * (int64_t)row +
+             (page * arena.page_stride + arena.layer_offset) * (arena.is_float ? 4 : 2);
+  run.values = run.keys + arena.kv_heads * head;
+  return run;
 }
 
-// A tile of one kv head as fp32; keys outside [first, last] become zero and are not read.
-void load_tile(const Arena& arena, const int32_t* pages, int kv_head, int tile, int first, int last,
-               Workspace& work) {
-  const int dim = arena.dim, bytes = arena.is_float ? 4 : 2, row = dim * bytes;
-  const int64_t head = (int64_t)arena.page_size * dim;
+// The run's keys, or a copy with zeros where it must not be read.
+inline const int32_t* whole_keys(const Run& run, int row, float* copy) {
+  if (run.begin == 0 && run.end == 16) return reinterpret_cast<const int32_t*>(run.keys);
+  memset(copy, 0, 16 * row);
+  memcpy(reinterpret_cast<char*>(copy) + run.begin * row, run.keys + run.begin * row,
+         (run.end - run.begin) * row);
+  return reinterpret_cast<const int32_t*>(copy);
+}
+
+// Always inline: GCC 12 takes a function that does nothing else for one without effect.
+__attribute__((always_inline)) inline void prefetch(const char* at, int bytes) {
+  if (at) for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+
+// A tile as fp32: keys [dim][64], values [64][dim]; zero where a run must not be read.
+void load_tile(const Run* runs, int dim, bool is_float, Workspace& work) {
+  const int row = dim * (is_float ? 4 : 2);
   for (int at = 0; at < KEY_TILE; at += 16) {
-    const int key = tile * KEY_TILE + at;
-    if (key > last || key + 15 < first) {
+    const Run& run = runs[at / 16];
+    float* values = work.values + at * dim;
+    if (run.begin >= run.end) {
       for (int d = 0; d < dim; d++) memset(work.keys + d * KEY_TILE + at, 0, 64);
-      memset(work.values + at * dim, 0, 64 * dim);
+      memset(values, 0, 64 * dim);
       continue;
     }
-    const char* keys = static_cast<const char*>(arena.data) +
-        bytes * (pages[key / arena.page_size] * arena.page_stride + arena.layer_offset +
-                 kv_head * head + key % arena.page_size * dim);
-    const char* values = keys + bytes * arena.kv_heads * head;
-    if (key < first || key + 15 > last) {
-      const int begin = key < first ? first - key : 0, end = key + 15 > last ? last - key + 1 : 16;
-      memset(work.partly, 0, sizeof work.partly);
-      const char** sides[2] = {&keys, &values};
-      for (int i = 0; i < 2; i++) {
-        char* copy = reinterpret_cast<char*>(work.partly[i]);
-        memcpy(copy + begin * row, *sides[i] + begin * row, (end - begin) * row);
-        *sides[i] = copy;
+    const int32_t* keys = whole_keys(run, row, work.copy);
+    for (int i = 0; i < 16; i += LANES) {
+      for (int first = 0; first < row / 4; first += 4) {
+        const Turned turned = turn_rows(keys + i * row / 4, row / 4, first);
+        for (int j = 0; j < 4; j++) {
+          float* to = work.keys + (first + j) * (is_float ? 1 : 2) * KEY_TILE + at + i;
+          lanes(to) = is_float ? reinterpret_cast<Lanes>(turned.dword[j]) : low_half(turned.dword[j]);
+          if (!is_float) lanes(to + KEY_TILE) = high_half(turned.dword[j]);
+        }
       }
     }
-    for (int i = 0; i < 16; i += LANES)
-      transpose(reinterpret_cast<const int32_t*>(keys + i * row), row / 4, arena.is_float,
-                work.keys + at + i);
-    if (arena.is_float) memcpy(work.values + at * dim, values, 16 * row);
-    else widen(reinterpret_cast<const uint16_t*>(values), 16 * dim, work.values + at * dim);
+    if (run.end - run.begin < 16) memset(values, 0, 64 * dim);
+    for (int i = run.begin * dim; i < run.end * dim; i += LANES)
+      lanes(values + i) = is_float ? widened(reinterpret_cast<const float*>(run.values) + i)
+                                   : widened(reinterpret_cast<const uint16_t*>(run.values) + i);
   }
 }
 
@@ -930,9 +979,9 @@ inline float soften(float* scores, int first, int last, float* high, float* weig
     lanes(scores + i) = score;
   }
   best = highest(best);
-  const float shrink = exponential_of(spread(*high) - best)[0];
+  const float shrink = decay(spread(*high) - best)[0];
   for (int i = 0; i < KEY_TILE; i += LANES) {
-    Lanes weight = exponential_of(lanes(scores + i) - best);
+    Lanes weight = decay(lanes(scores + i) - best);
     lanes(scores + i) = weight;
     sum += weight;
   }
@@ -948,16 +997,16 @@ inline void clear_state(float* state, int dim) {
 
 inline void merge_state(float* into, const float* later, int dim) {
   const float high = later[dim] > into[dim] ? later[dim] : into[dim];
-  const float keep = exponential_of(spread(into[dim] - high))[0];
-  const float add = exponential_of(spread(later[dim] - high))[0];
+  const float keep = decay(spread(into[dim] - high))[0];
+  const float add = decay(spread(later[dim] - high))[0];
   for (int d = 0; d < dim; d += LANES)
     lanes(into + d) = fused(lanes(later + d), spread(add), lanes(into + d) * keep);
   into[dim] = high;
   into[dim + 1] = later[dim + 1] * add + into[dim + 1] * keep;
 }
 
-inline int first_seen(const Attend& attend, int position) {  // the first key that a token sees
-  return attend.window && position >= attend.window ? position - attend.window + 1 : 0;
+inline int first_seen(int window, int position) {  // the first key that a token sees
+  return window && position >= window ? position - window + 1 : 0;
 }
 
 struct Block {  // consecutive tokens of a span
@@ -978,54 +1027,116 @@ void write_state(const Attend& attend, float* out, const Block& block, int kv_he
     lanes(to + d) = lanes(state + d) / state[dim + 1] + 0.0f;
 }
 
+struct Rows {  // what a work item attends with: the block's rows of one kv head
+  int dim, group, count, start, window;  // start: the first token's position
+  bool is_float;
+};
+
+// Scores of rows `first` … first + count - 1 → weights; shrinks: what the rows' earlier sums lose.
+void soften_rows(const Rows& of, int tile, int first, int count, Workspace& work,
+                 float* shrinks) {
+  for (int i = 0; i < count; i++) {
+    const int row = first + i, position = of.start + row / of.group;
+    shrinks[i] = soften(work.scores + i * KEY_TILE,
+                        first_seen(of.window, position) - tile * KEY_TILE,
+                        position - tile * KEY_TILE,
+                        work.segment + row * (of.dim + 16) + of.dim, work.weights + row * LANES);
+  }
+}
+
+// Many rows: the tile's keys and values are turned and widened once for all.
+void attend_many(const Rows& of, int tile, const Run* runs, Workspace& work) {
+  const int dim = of.dim, width = dim + 16;
+  float shrinks[TILE_ROWS];
+  load_tile(runs, dim, of.is_float, work);
+  for (int r = 0; r < of.count; r += TILE_ROWS) {
+    const int count = of.count - r < TILE_ROWS ? of.count - r : TILE_ROWS;
+    multiply<TILE_ROWS>(count, work.queries + r * dim, dim, work.keys, KEY_TILE, work.scores,
+                        KEY_TILE, nullptr, dim);
+    soften_rows(of, tile, r, count, work, shrinks);
+    multiply<TILE_ROWS>(count, work.scores, KEY_TILE, work.values, dim, work.segment + r * width,
+                        width, shrinks, KEY_TILE);
+  }
+}
+
+// At most TILE_ROWS rows: keys and values are used as they are read; `next` is fetched meanwhile.
+template <class Element>
+void attend_few(const Rows& of, int tile, const Run* runs, const Run* next, Workspace& work) {
+  const int dim = of.dim, row = dim * (int)sizeof(Element), dwords = row / 4;
+  for (int g = 0; g < KEY_TILE / 16; g++) {
+    prefetch(next[g].keys, 16 * row);
+    if (runs[g].begin >= runs[g].end) {  // hidden from all: any finite scores
+      for (int r = 0; r < of.count; r++) memset(work.scores + r * KEY_TILE + 16 * g, 0, 64);
+      continue;
+    }
+    const int32_t* keys = whole_keys(runs[g], row, work.copy);
+    for (int i = 0; i < 16; i += LANES)
+      score_keys<TILE_ROWS, sizeof(Element) == 4>(of.count, work.queries, keys + i * dwords, dwords,
+                                                  work.scores + 16 * g + i);
+  }
+  float scales[2][TILE_ROWS] = {{}, {1, 1, 1, 1, 1, 1}};  // of the first run of values, of others
+  soften_rows(of, tile, 0, of.count, work, scales[0]);
+  for (int g = 0, later = 0; g < KEY_TILE / 16; g++) {
+    prefetch(next[g].values, 16 * row);
+    const int begin = runs[g].begin, count = runs[g].end - begin;
+    if (count <= 0) continue;
+    multiply<TILE_ROWS>(of.count, work.scores + 16 * g + begin, KEY_TILE,
+                        reinterpret_cast<const Element*>(runs[g].values) + begin * dim, dim,
+                        work.segment, dim + 16, scales[later], count);
+    later = 1;
+  }
+}
+
 void attend_piece(const Attend& attend, const Step& step, float* out, const Block& block,
                   const Piece& piece, int kv_head) {
   Workspace& work = workspace;
   const Arena& arena = attend.arena;
   const int dim = arena.dim, width = dim + 16, group = attend.heads / arena.kv_heads;
-  const int rows = block.tokens * group, start = block.span->start + block.first_token;
-  const int last = start + block.tokens - 1;
+  const Rows of = {dim, group, block.tokens * group, block.span->start + block.first_token,
+                     attend.window, arena.is_float != 0};
+  const int64_t token = block.span->first_row + block.first_token;
   for (int t = 0; t < block.tokens; t++)
-    memcpy(work.queries + t * group * dim, attend.queries + dim *
-               ((int64_t)(block.span->first_row + block.first_token + t) * attend.heads +
-                kv_head * group), 4 * group * dim);
-  for (int r = 0; r < rows; r++) clear_state(work.merged + r * width, dim);
+    memcpy(work.queries + t * group * dim,
+           attend.queries + ((token + t) * attend.heads + kv_head * group) * dim, 4 * group * dim);
+  for (int r = 0; r < of.count; r++) clear_state(work.merged + r * width, dim);
+
+  const int first = first_seen(attend.window, of.start), last = of.start + block.tokens - 1;
   const int end = piece.first_segment + piece.num_segments;
-  for (int segment = piece.first_segment; segment < end; segment++) {
-    for (int r = 0; r < rows; r++) clear_state(work.segment + r * width, dim);
-    memset(work.weights, 0, 4 * rows * LANES);
-    constexpr int TILES = KEY_SEGMENT / KEY_TILE;
-    for (int tile = segment * TILES; tile < (segment + 1) * TILES; tile++) {
-      const int first_key = tile * KEY_TILE;
-      if (first_key > last || first_key + KEY_TILE <= first_seen(attend, start)) continue;
-      load_tile(arena, step.pages + block.span->first_page, kv_head, tile, first_seen(attend, start), last,
-                work);
-      for (int r = 0; r < rows; r += TILE_ROWS) {
-        const int count = rows - r < TILE_ROWS ? rows - r : TILE_ROWS;
-        float shrinks[TILE_ROWS];
-        multiply<TILE_ROWS>(count, work.queries + r * dim, dim, work.keys, KEY_TILE, work.scores,
-                            KEY_TILE, nullptr, dim);
-        for (int i = 0; i < count; i++) {
-          const int position = start + (r + i) / group;
-          shrinks[i] = soften(work.scores + i * KEY_TILE, first_seen(attend, position) - first_key,
-                              position - first_key, work.segment + (r + i) * width + dim,
-                              work.weights + (r + i) * LANES);
-        }
-        multiply<TILE_ROWS>(count, work.scores, KEY_TILE, work.values, dim,
-                            work.segment + r * width, width, shrinks, KEY_TILE);
-      }
+  const int end_key = last < end * KEY_SEGMENT ? last : end * KEY_SEGMENT - 1;
+  auto find_runs = [&](int tile, Run* runs) {
+    for (int i = 0; i < KEY_TILE / 16; i++)
+      runs[i] = find_run(arena, step.pages + block.span->first_page, kv_head,
+                         tile * KEY_TILE + 16 * i, first, end_key);
+  };
+  Run runs[2][KEY_TILE / 16];
+  constexpr int TILES = KEY_SEGMENT / KEY_TILE;
+  const int first_tile = piece.first_segment * TILES > first / KEY_TILE
+      ? piece.first_segment * TILES : first / KEY_TILE;
+  find_runs(first_tile, runs[first_tile & 1]);
+  for (int tile = first_tile; tile * KEY_TILE <= end_key; tile++) {
+    const Run* now = runs[tile & 1];
+    Run* next = runs[~tile & 1];
+    find_runs(tile + 1, next);
+    if (tile == first_tile || tile % TILES == 0) {
+      for (int r = 0; r < of.count; r++) clear_state(work.segment + r * width, dim);
+      memset(work.weights, 0, sizeof(Lanes) * of.count);
     }
-    for (int r = 0; r < rows; r++) {
+    if (of.count > TILE_ROWS) attend_many(of, tile, now, work);
+    else if (of.is_float) attend_few<float>(of, tile, now, next, work);
+    else attend_few<uint16_t>(of, tile, now, next, work);
+    if ((tile + 1) % TILES && (tile + 1) * KEY_TILE <= end_key) continue;
+    for (int r = 0; r < of.count; r++) {
       float* state = work.segment + r * width;
       for (int i = 0; i < LANES; i++) state[dim + 1] += work.weights[r * LANES + i];
       if (!block.states) merge_state(work.merged + r * width, state, dim);
     }
     if (block.states)
-      memcpy(block.states + ((int64_t)kv_head * block.num_segments + segment -
-                             block.first_segment) * rows * width, work.segment, 4 * rows * width);
+      memcpy(block.states + of.count * width * ((int64_t)kv_head * block.num_segments +
+                                                 tile / TILES - block.first_segment),
+             work.segment, 4 * of.count * width);
   }
   if (!block.states)
-    for (int r = 0; r < rows; r++)
+    for (int r = 0; r < of.count; r++)
       write_state(attend, out, block, kv_head, r, work.merged + r * width);
 }
 
@@ -1070,7 +1181,7 @@ void run_attend(const void* args, const Step* step) {
     const Span* span = step->spans + s;
     int first = (span->num_rows - 1) / block_tokens * block_tokens, after = span->num_rows;
     for (; first >= 0; after = first, first -= block_tokens) {  // the longest work first
-      const int first_segment = first_seen(attend, span->start + first) / KEY_SEGMENT;
+      const int first_segment = first_seen(attend.window, span->start + first) / KEY_SEGMENT;
       const int last_segment = (span->start + after - 1) / KEY_SEGMENT;
       blocks[num_blocks] = {span, nullptr, first, after - first, first_segment,
                             last_segment - first_segment + 1, 0};
@@ -1104,7 +1215,6 @@ void run_attend(const void* args, const Step* step) {
     }
   });
 }
-
 
 }  // namespace
 
@@ -1566,8 +1676,8 @@ EXPORT void kagari_pack(const uint8_t* quants, const float* scales, const float*
 }
 
 // Floats of Attend.scratch for steps of so many rows and contexts; with less, less is split.
-extern "C" __attribute__((visibility("default"))) int64_t kagari_attention_scratch(
-    int32_t rows, int32_t heads, int32_t dim, int32_t context_tokens, int32_t threads) {
+EXPORT int64_t kagari_attention_scratch(int32_t rows, int32_t heads, int32_t dim,
+                                        int32_t context_tokens, int32_t threads) {
   const int64_t split = rows < 4 * threads ? rows : 4 * threads;
   const int64_t states = split * heads * (context_tokens / KEY_SEGMENT + 1) * (dim + 16);
   return attention_tables(rows, threads) + (int64_t)rows * heads * dim +

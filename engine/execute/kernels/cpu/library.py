@@ -194,13 +194,13 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "kagari_close": (None, []),
     "kagari_tier_name": (c_char_p, []),
     "kagari_run": (None, [c_void_p, c_int32, POINTER(Step)]),
+    "kagari_attention_scratch": (c_int64, [c_int32] * 5),
     "kagari_pool_stats": (None, [POINTER(c_int64)]),
     "kagari_verify_tags": (None, [c_void_p] * 4 + [c_int64, c_void_p]),
     "kagari_sizeof": (c_int64, [c_int32]),
     "kagari_packed_bytes": (c_int64, [c_int64, c_int64, c_int32, c_int32, c_int32, c_int32]),
     "kagari_ggml_form": (c_int32, [c_int32] + [POINTER(c_int32)] * 4),
     "kagari_pack_ggml": (c_int32, [c_int32, c_void_p, c_int64, c_int64, c_void_p, c_void_p]),
-    "kagari_attention_scratch": (c_int64, [c_int32] * 5),
     "kagari_pack": (None, [c_void_p] * 3 + [POINTER(Packed), c_void_p]),
 }
 
@@ -236,10 +236,13 @@ class Library:
     One thread at a time may call; calls release the interpreter's lock.
     """
 
-    def __init__(self, functions: ctypes.CDLL, *, tier: str, threads: int) -> None:
+    def __init__(
+        self, functions: ctypes.CDLL, *, tier: str, threads: int, distrusted: tuple[str, ...] = ()
+    ) -> None:
         self.functions = functions
         self.tier = tier
         self.threads = threads
+        self.distrusted = distrusted  # better tiers that this CPU has, but that compute wrongly
 
     def run(
         self,
@@ -277,10 +280,13 @@ def why_absent() -> str | None:
 def load(*, tier: str | None = None, threads: int = 1) -> Library | None:
     """The kernels of a tier, by default KAGARI_CPU_TIER's, else the best this CPU has.
 
-    None where they are switched off or cannot be built: why_absent says why. threads counts the
+    None where they are switched off or cannot be built: why_absent says why. A tier that fails its
+    self-check is passed over for the next lower one: see Library.distrusted. threads counts the
     caller. Raises ConfigError for a tier that does not exist or that this CPU lacks, OSError when
     threads cannot be started.
     """
+    from engine.execute.kernels.cpu import self_check  # which imports this module
+
     field, tier = ("tier", tier) if tier else (TIER_VARIABLE, os.environ.get(TIER_VARIABLE) or None)
     if tier == "off":
         _absent[:] = [f"{TIER_VARIABLE} is off"]
@@ -288,16 +294,18 @@ def load(*, tier: str | None = None, threads: int = 1) -> Library | None:
     if tier not in (None, *TIERS):
         raise _wrong_tier(field, tier, allowed=", ".join((*TIERS, "off")))
     try:
-        functions = _functions()
+        functions = _built()
     except build.NoKernels as error:
         _absent[:] = [str(error)]
         return None
-    opened = functions.kagari_open(TIERS.index(tier) if tier else -1, threads)
-    if opened == -1:
+    best = functions.kagari_open(TIERS.index(tier) if tier else -1, 1)
+    if best < 0:
         raise _wrong_tier(field, tier, allowed="a tier whose instructions this CPU has")
-    if opened < 0:
+    index = next(index for index in range(best, -1, -1) if self_check.agrees(functions, index))
+    if functions.kagari_open(index, threads) < 0:
         raise OSError(f"{threads} threads cannot be started")
-    return Library(functions, tier=TIERS[opened], threads=threads)
+    distrusted = TIERS[index + 1 : best + 1]
+    return Library(functions, tier=TIERS[index], threads=threads, distrusted=distrusted)
 
 
 def _wrong_tier(field: str, tier: str | None, *, allowed: str) -> ConfigError:
@@ -306,24 +314,25 @@ def _wrong_tier(field: str, tier: str | None, *, allowed: str) -> ConfigError:
     )
 
 
-@functools.cache
-def _functions() -> ctypes.CDLL:
+def _built() -> ctypes.CDLL:
     path = build.library_file()
     try:
         return open_file(path)
     except OSError:  # whole, but of another system: compile it here
         build.discard(path)
+    try:
         return open_file(build.library_file())
+    except OSError as error:
+        raise build.NoKernels(f"the compiled kernels cannot be loaded: {error}") from error
 
 
+@functools.cache
 def open_file(path: Path) -> ctypes.CDLL:
     """The functions of a library file, with types. Raises OSError, or AttributeError when one is
     missing."""
     functions = ctypes.CDLL(str(path))
     for name, (result, arguments) in FUNCTIONS.items():
-        function = getattr(functions, name, None)
-        if function is None:  # until every part of kernels.cpp is here
-            continue
+        function = getattr(functions, name)
         function.restype, function.argtypes = result, arguments
     for index, struct in enumerate(STRUCTS):
         size = functions.kagari_sizeof(index)

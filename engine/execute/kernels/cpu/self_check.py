@@ -1,0 +1,137 @@
+"""Whether a tier computes what the scalar one does: a small layer through both, at load."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from engine.execute.kernels.cpu import library
+
+ROWS, HEADS, DIM, PAGE = 5, 2, 32, 16
+WIDTH = HEADS * DIM
+QKV = (HEADS + 2) * DIM  # one head of keys and one of values
+# Tiers differ in the roundings of fused sums, which may move an integer by one in 32,512; what is
+# compiled wrongly, or runs on a CPU it was not made for, is far off.
+TOLERANCE = 2e-3
+
+
+@functools.cache
+def agrees(functions: ctypes.CDLL, tier: int) -> bool:
+    """Whether the tier (an index into TIERS) can be trusted; leaves it open, on one thread."""
+    functions.kagari_open(0, 1)
+    expected = probe(functions)
+    functions.kagari_open(tier, 1)
+    return all(
+        bool(((found - wanted).abs() <= TOLERANCE * wanted.abs().max()).all())
+        for found, wanted in zip(probe(functions), expected, strict=True)
+    )
+
+
+def probe(functions: ctypes.CDLL) -> tuple[Tensor, ...]:
+    """What a small layer gives on its way: a product, attention, a second product, its gate."""
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(ROWS, WIDTH, generator=random)
+    gain = torch.rand(WIDTH, generator=random) + 0.5
+    turns = torch.outer(torch.arange(ROWS), 0.5 ** torch.arange(DIM // 2))
+    cos, sin = turns.cos(), turns.sin()
+    inner, outer = _Quants(), _Quants()
+    qkv, queries = torch.empty(ROWS, QKV), torch.empty(ROWS, WIDTH)
+    attended, product = torch.empty(ROWS, WIDTH), torch.empty(ROWS, QKV)
+    gated = torch.empty(ROWS, QKV // 2)
+    pages = torch.zeros(1, 2, 1, PAGE, DIM, dtype=torch.bfloat16)
+    arena = library.Arena(pages.data_ptr(), pages.numel(), 0, 1, PAGE, DIM, 0)
+    floats = functions.kagari_attention_scratch(ROWS, HEADS, DIM, ROWS, 1)
+    scratch = torch.empty(floats)
+    first, second = (_Weights(functions, bits, random) for bits in (4, 8))
+    layer = library.program(
+        [
+            library.Norm(
+                x=x.data_ptr(),
+                gain=gain.data_ptr(),
+                quants=ctypes.pointer(inner.struct),
+                eps=1e-5,
+                width=WIDTH,
+            ),
+            library.Gemm(
+                weight=ctypes.pointer(first.struct),
+                in_=ctypes.pointer(inner.struct),
+                out=qkv.data_ptr(),
+                columns=QKV,
+                stride=QKV,
+            ),
+            library.Rope(
+                qkv=qkv.data_ptr(),
+                cos=cos.data_ptr(),
+                sin=sin.data_ptr(),
+                queries=queries.data_ptr(),
+                arena=arena,
+                heads=HEADS,
+                query_scale=1 / math.sqrt(DIM),
+            ),
+            library.Attend(
+                queries=queries.data_ptr(),
+                arena=arena,
+                out=attended.data_ptr(),
+                quants=ctypes.pointer(outer.struct),
+                scratch=scratch.data_ptr(),
+                heads=HEADS,
+                scratch_floats=floats,
+                threads=1,
+            ),
+            library.Gemm(
+                weight=ctypes.pointer(second.struct),
+                in_=ctypes.pointer(outer.struct),
+                out=product.data_ptr(),
+                columns=QKV,
+                stride=QKV,
+            ),
+            library.Gate(in_=product.data_ptr(), out=gated.data_ptr(), width=QKV // 2),
+        ]
+    )
+    positions, zeros = torch.arange(ROWS, dtype=torch.int32), torch.zeros(ROWS, dtype=torch.int32)
+    span = library.Span(0, ROWS, 0, 0)
+    step = library.Step(
+        rows=ROWS,
+        num_spans=1,
+        positions=positions.data_ptr(),
+        slots_page=zeros.data_ptr(),
+        spans=ctypes.addressof(span),
+        pages=zeros.data_ptr(),
+    )
+    functions.kagari_run(ctypes.addressof(layer.ops), len(layer), ctypes.byref(step))
+    return qkv, attended, product, gated
+
+
+class _Quants:
+    """Room for ROWS rows of WIDTH integers."""
+
+    def __init__(self) -> None:
+        self.planes = torch.empty(2, ROWS, WIDTH, dtype=torch.int8)
+        self.scales = torch.empty(ROWS, WIDTH // 32)
+        self.sums = torch.empty(ROWS, WIDTH // 16, dtype=torch.int32)
+        self.struct = library.Quants(
+            *(array.data_ptr() for array in (*self.planes, self.scales, self.sums)), WIDTH
+        )
+
+
+class _Weights:
+    """Random ones, [QKV, WIDTH], packed."""
+
+    def __init__(self, functions: ctypes.CDLL, bits: int, random: torch.Generator) -> None:
+        quants = torch.randint(0, 1 << bits, (QKV, WIDTH), dtype=torch.uint8, generator=random)
+        scales = torch.rand(QKV, WIDTH // 32, generator=random) * 2**-bits
+        minima = -torch.rand(QKV, WIDTH // 32, generator=random) / 2
+        form = (bits, 32, 1, 1)  # a scale and a minimum for 32 inputs, in fp32
+        size = functions.kagari_packed_bytes(QKV, WIDTH, *form)
+        self.data = torch.empty(size, dtype=torch.uint8)
+        self.struct = library.Packed(self.data.data_ptr(), QKV, WIDTH, *form)
+        arrays = (quants, scales, minima)
+        functions.kagari_pack(
+            *(array.data_ptr() for array in arrays),
+            ctypes.byref(self.struct),
+            self.data.data_ptr(),
+        )
