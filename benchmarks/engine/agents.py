@@ -37,7 +37,7 @@ def add_rows(bench: Bench) -> None:
     if not bench.wants(NAME):
         return
     shape = QUICK if bench.quick else FULL
-    rounds = bench.rounds(full=3, quick=2)
+    rounds = bench.rounds(full=3, quick=1)
     scripts = [_script(bench, shape) for _ in range(rounds)]  # nobody knows a prefix beforehand
     unable = {name: peer for name, peer in bench.peers.items() if name.startswith("transformers")}
     for name in unable:

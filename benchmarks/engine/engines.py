@@ -9,9 +9,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-
 from benchmarks.engine.bench import Bench, say
+from benchmarks.engine.machine import quicker_precision
 from benchmarks.peers.catalogue import Absent, Present, find, peers_folder
 from benchmarks.peers.driven import DrivenEngine, PeerLost
 from benchmarks.peers.starts import (
@@ -25,6 +24,7 @@ from benchmarks.peers.weights_folder import bf16_folder
 from engine.__main__ import SPIN_COUNT
 from engine.execute.weights import Checkpoint
 
+VLLM_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 SANE_PROMPT, SANE_TOKENS = 32, 16
 SANE_GAP = 1.0  # nats; quantised activations split two near-equal tokens by 0.3 at most
 
@@ -68,8 +68,12 @@ class _Peers:
         self._checkpoint = checkpoint
         self._stack = stack
         self._logs = logs
-        # In a CPU without products of bf16, fp32 may be quicker: both then count.
-        self._has_bf16 = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
+        # Which is better differs from CPU to CPU: both count, but for a quick run.
+        self._precisions: tuple[str, ...] = ("bf16", "fp32")
+        if bench.quick:
+            facts = checkpoint.config
+            self._precisions = (quicker_precision(facts.hidden_size, facts.ffn_size),)
+            say(f"products of {self._precisions[0]} are the quicker ones here: peers compute in it")
 
     def start(self) -> None:
         here = [found for name in self._wanted for found in self._present(name)]
@@ -143,9 +147,13 @@ class _Peers:
     def _start_vllm(self, here: Present) -> None:
         folder = bf16_folder(self._checkpoint, peers_folder() / "weights")
         threads = self._bench.threads
-        self._add("vLLM bf16", lambda log: start_vllm(here, folder, "bfloat16", threads, log))
-        if not self._has_bf16:
-            self._add("vLLM fp32", lambda log: start_vllm(here, folder, "float32", threads, log))
+        for precision in self._precisions:
+            self._add(
+                f"vLLM {precision}",
+                lambda log, precision=precision: start_vllm(  # type: ignore[misc]
+                    here, folder, VLLM_DTYPES[precision], threads, log
+                ),
+            )
 
 
 def _keep_sane(bench: Bench) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import linear
 
 from benchmarks.children import busy_s
 from benchmarks.peers.driver import timed
@@ -46,6 +47,21 @@ def measure_machine(read_bytes: int) -> Machine:
         int8_per_s=operations / best(lambda: torch._int_mm(whole, whole)),
         float_per_s=operations / min(best(lambda: single @ single), best(lambda: half @ half)),
     )
+
+
+def quicker_precision(hidden: int, ffn: int) -> str:
+    """ "bf16" or "fp32": in which a prompt and its answer take less, by products of this shape."""
+
+    def least_s(dtype: torch.dtype, rows: int) -> float:
+        weight, inputs = torch.randn(ffn, hidden).to(dtype), torch.randn(rows, hidden).to(dtype)
+        return min(timed(lambda: linear(inputs, weight)) for _ in range(TRIALS))
+
+    rows = 256
+    spent = {
+        name: least_s(dtype, rows) + rows * least_s(dtype, 1)
+        for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
+    }
+    return min(spent, key=lambda name: spent[name])
 
 
 class Neighbours:

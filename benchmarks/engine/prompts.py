@@ -11,6 +11,7 @@ from benchmarks.engine.loop import PAGE_SIZE
 PREFILLS = ((512, None), (2048, "cpu_per_token_prefill_2048"))
 WARM_PROMPT = 2000
 FORKED_LANES = 8
+LONG = 1000  # tokens that take a slow peer many seconds
 
 
 def add_rows(bench: Bench) -> None:
@@ -23,8 +24,9 @@ def add_rows(bench: Bench) -> None:
 
 
 def _cold(bench: Bench, length: int) -> Measured:
-    prompts = bench.prompts(bench.rounds(), length)
-    return bench.measure(lambda engine, number: engine.first_token(prompts[number]))
+    rounds = bench.rounds(quick=2 if length > LONG else 3)
+    prompts = bench.prompts(rounds, length)
+    return bench.measure(lambda engine, number: engine.first_token(prompts[number]), rounds=rounds)
 
 
 def _add_prefill(bench: Bench, length: int, cpu_name: str | None) -> None:
@@ -43,7 +45,7 @@ def _add_first_token(bench: Bench) -> None:
     cold = _cold(bench, WARM_PROMPT)
     floor = bench.floor(batch=1, new=WARM_PROMPT, context=WARM_PROMPT)
     bench.add("ttft_cold_2000", cold, tokens=None, floor=floor)
-    warm = bench.measure(lambda engine, _: engine.warm_first_token())
+    warm = bench.measure(lambda engine, _: engine.warm_first_token(), is_cheap=True)
     new = WARM_PROMPT - (WARM_PROMPT - 1) // PAGE_SIZE * PAGE_SIZE
     floor = bench.floor(batch=1, new=new, context=WARM_PROMPT)
     bench.add("ttft_warm_2000", warm, tokens=None, floor=floor)
@@ -60,7 +62,7 @@ def _add_fork(bench: Bench) -> None:
         forked: list[float] = []
         apart: list[float] = []
         bench.neighbours.cores()
-        for _ in range(bench.rounds()):
+        for _ in range(bench.rounds(quick=2)):
             prompt = bench.prompt(length)
             forked.append(ours.spend("first_forked_tokens", prompt, FORKED_LANES).s)
             apart.append(ours.spend("first_tokens", bench.prompts(FORKED_LANES, length)).s)

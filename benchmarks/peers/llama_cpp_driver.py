@@ -20,7 +20,7 @@ from benchmarks.peers.llama_cpp_context import BATCH_TOKENS, Context
 
 PROMPT_TOKENS = 2304  # longest prompt
 DECODE_TOKENS = 768  # of a sequence of a batch, beyond its prompt
-TRIAL_PROMPT, TRIAL_STEPS, TRIALS = 256, 4, 3
+TRIAL_PROMPT, TRIAL_STEPS, TRIALS = 128, 3, 2
 
 
 # Kept for the life of the process: llama.cpp calls it whenever it likes.
