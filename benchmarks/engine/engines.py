@@ -123,9 +123,12 @@ class _Peers:
         )
         if "transformers" not in self._wanted:
             return
-        if bench.reference is not None:
+        if bench.reference is not None and "fp32" in self._precisions:
             bench.peers[label] = bench.reference
-        self._add("transformers bf16", lambda log: start_transformers(model, "bf16", threads, log))
+        if "bf16" in self._precisions:
+            self._add(
+                "transformers bf16", lambda log: start_transformers(model, "bf16", threads, log)
+            )
 
     def _start_llama_cpp(self, here: Present) -> None:
         model, threads = self._model, self._bench.threads
