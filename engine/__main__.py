@@ -95,6 +95,7 @@ def serve(config: EngineConfig, sock: socket.socket) -> int:
         loaded.runner,
         vocab_size=loaded.vocab_size,
         clock=time.monotonic,
+        overlap=config.overlap == "on",
     )
     up = wire.EngineUp(info, time.monotonic() - started_at)
     connection.send([(AGENT_CHANNEL, wire.encode(up))])
@@ -123,6 +124,7 @@ def read_config(options: argparse.Namespace) -> EngineConfig:
         device=options.device,
         step_tokens=options.step_tokens,
         max_running=options.max_running,
+        overlap=options.overlap,
         script=options.script,
         bundle=options.bundle,
     )
@@ -239,6 +241,12 @@ def _parser() -> argparse.ArgumentParser:
     flags.add_argument("--threads", type=int, help="of torch; default: by the cores there are")
     flags.add_argument("--step-tokens", type=int, default=settings.DEFAULT_STEP_TOKENS)
     flags.add_argument("--max-running", type=int, default=settings.DEFAULT_MAX_RUNNING)
+    flags.add_argument(
+        "--overlap",
+        choices=get_args(settings.Overlap),
+        default="on",
+        help="plan and tell of steps while others compute; off: one after the other",
+    )
     flags.add_argument("--script", help="answer from this JSON file instead of a model")
     flags.add_argument("--bundle", help="the tokenizer bundle that --script speaks in")
     return parser

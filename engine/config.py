@@ -9,6 +9,7 @@ from msgspec import Struct
 DType = Literal["auto", "bf16", "fp32"]
 Device = Literal["auto", "cpu", "cuda"]
 Compute = Literal["exact"]
+Overlap = Literal["on", "off"]
 
 DEFAULT_KV_DEVICE_TOKENS = 65_536
 DEFAULT_STEP_TOKENS = 512
@@ -76,6 +77,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     device: Device = "auto"
     step_tokens: int = DEFAULT_STEP_TOKENS
     max_running: int = DEFAULT_MAX_RUNNING
+    overlap: Overlap = "on"  # plan a step while the one before it computes
     script: str | None = None
     bundle: str | None = None
 

@@ -1,7 +1,7 @@
 """The engine: messages in, steps of the scheduler and its runner, frames of tokens out.
 
     handle(channel, message)     Submit → sequences, one a lane; Abort, FinishLane, Drain
-    step() → frames              expire → plan → execute → apply → one Step a channel
+    step() → frames              expire → a step (stepper.py) → one Step a channel
 
 Nothing here waits or does I/O: process.py brings the messages and carries the frames.
 """
@@ -31,6 +31,7 @@ from engine.schedule.events import (
 from engine.schedule.plan import Runner
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import NewSequence
+from engine.stepper import Stepper
 from engine.submit import check_submit
 from policies.contract import page_keys, wire
 
@@ -61,11 +62,13 @@ class Engine:
         *,
         vocab_size: int,
         clock: Callable[[], float],
+        overlap: bool = False,
     ) -> None:
         self.info = info
         self.scheduler = scheduler
         self.advanced = False  # the last step() computed something
         self._runner = runner
+        self._stepper = Stepper(scheduler, runner, overlap=overlap, clock=clock)
         self._vocab_size = vocab_size
         self._clock = clock
         self._advanced_at = clock()
@@ -80,7 +83,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._stepper.is_computing
 
     # --- messages in ----------------------------------------------------------------------------
 
@@ -169,15 +172,18 @@ class Engine:
         """
         now = self._clock()
         self._route(self.scheduler.expire(now))
-        plan = self.scheduler.plan(now)
-        self.advanced = plan is not None
-        if plan is not None:
-            result = self._runner.execute(plan)
+        events = self._stepper.step()
+        self.advanced = events is not None
+        if events is not None:
             self._advanced_at = self._clock()
-            self._route(self.scheduler.apply(result, self._advanced_at))
+            self._route(events)
         elif not self.has_work:
             self._advanced_at = now
         return self._take_frames()
+
+    def close(self) -> None:
+        """Let the step under way come to its end; call it last."""
+        self._stepper.close()
 
     def fail(self, code: str, message: str) -> list[Frame]:
         """End every sequence with this error."""

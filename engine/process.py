@@ -114,6 +114,7 @@ def run(engine: Engine, connection: Connection, clock: Callable[[], float] = tim
         _log("agent_lost", error=str(error))
         return EXIT_AGENT_GONE
     finally:
+        engine.close()
         over.set()
         pulse.join(_SEND_TIMEOUT_S)
 

@@ -25,6 +25,7 @@ ENGINE_FLAGS = (
     "--device",
     "--step-tokens",
     "--max-running",
+    "--overlap",
 )
 
 

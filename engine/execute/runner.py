@@ -6,7 +6,7 @@ import math
 import os
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -45,7 +45,7 @@ class RunnerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step whose forward pass is under way or done: collect tells what came of it."""
+    """A step whose forward pass is under way or done."""
 
     plan: StepPlan
     started: float  # time.perf_counter
@@ -183,6 +183,7 @@ class ModelRunner:
             tell=tell,
         )
         self.compute_precision = self.model.compute_precision
+        self._launched: Launched | None = None
         self._warm_up(tell)
 
     def _warm_up(self, tell: Progress) -> None:
@@ -215,19 +216,35 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """One forward pass over all rows. corrupt holds indices of plan.rows: of pages with another
         generation than expected, or of logits that are not numbers."""
-        return self.collect(self.launch(plan))
+        return self._tell(self._begin(plan, self.model.forward))
 
-    def launch(self, plan: StepPlan) -> Launched:
-        """Carries out what the plan says of pages, then computes its rows."""
+    @property
+    def runs_ahead(self) -> bool:
+        """See plan.AheadRunner."""
+        return self.model.runs_ahead
+
+    def launch(self, plan: StepPlan) -> None:
+        """See plan.AheadRunner."""
+        self._launched = self._begin(plan, self.model.start)
+
+    def collect(self) -> StepResult:
+        """See plan.AheadRunner."""
+        launched, self._launched = self._launched, None
+        assert launched is not None, "nothing was launched"
+        self.model.wait()
+        return self._tell(launched)
+
+    def _begin(self, plan: StepPlan, compute: Callable[[Sequence[Row]], list[int]]) -> Launched:
+        """Carries out what the plan says of pages, then lets its rows be computed."""
         started = time.perf_counter()
         self.arena.assign(plan.assigned)
         if plan.copies:
             self.arena.copy((copy.source, copy.target) for copy in plan.copies)
         self.arena.zero_tails(plan.zero_tails)
-        return Launched(plan, started, self.model.forward(plan.rows) if plan.rows else [])
+        return Launched(plan, started, compute(plan.rows) if plan.rows else [])
 
-    def collect(self, launched: Launched) -> StepResult:
-        """Chooses tokens and checks what was read. Before the next launch, and once."""
+    def _tell(self, launched: Launched) -> StepResult:
+        """Chooses tokens and checks what was read."""
         plan, rows = launched.plan, launched.plan.rows
         if not rows:
             return StepResult(plan.step, ())

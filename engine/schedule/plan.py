@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from policies.contract.wire import Sampling, TokenLogprob
 
@@ -15,9 +15,10 @@ class Row:
     """One sequence's share of a step: compute token_ids at positions start, start+1, …
 
     page_table and generations hold one list a group (a tuple of one until a family needs more),
-    the pages of positions [0, start + len(token_ids)) in order. They are the sequence's own live
-    lists: a runner reads them during execute and never changes or keeps them. So is history, all
-    tokens so far, which a row has only if its penalties or prompt_logprobs need it.
+    the pages of positions [0, start + len(token_ids)) in order; nobody changes these lists, for a
+    sequence that grows gets new ones. history, all tokens so far, is the sequence's own live array,
+    for reading until the result is there; a row has it only if its penalties or prompt_logprobs
+    need it.
     """
 
     sequence_id: int
@@ -44,11 +45,27 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
+    """A step planned ahead follows the step before it, row by row: rows[i] computes the one token
+    that row follows[i] of that step is about to choose, and follow() must fill it in."""
+
     step: int
     rows: tuple[Row, ...]
     assigned: tuple[tuple[int, int], ...]  # (page_id, generation) to write to the tag array first
     zero_tails: tuple[tuple[int, int], ...]  # (page_id, first unwritten offset) after the writes
     copies: tuple[PageCopy, ...] = ()  # after assigned, before zero_tails and the rows
+    follows: tuple[int, ...] = ()
+
+    def follow(self, before: StepResult) -> None:
+        """Fill in the tokens that the step before chose.
+
+        A row that follows a corrupt one computes some token in vain: its sequence is over. Raises
+        ValueError on "not yet", which a runner that is planned ahead of must not answer.
+        """
+        for row, index in zip(self.rows, self.follows, strict=True):
+            token = before.tokens[index]
+            if token is None and index not in before.corrupt:
+                raise ValueError(f"row {index} of step {before.step} chose no token to follow")
+            row.token_ids[0] = token or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +96,19 @@ class Runner(Protocol):
         """A sequence is over; forget what was kept for it."""
 
     def execute(self, plan: StepPlan) -> StepResult: ...
+
+
+@runtime_checkable
+class AheadRunner(Runner, Protocol):
+    """A runner that computes a step beside its caller; execute is launch and collect at once."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether launch returns before the step is computed. Then every row that samples gets its
+        token: none is "not yet"."""
+
+    def launch(self, plan: StepPlan) -> None:
+        """Begin a step. The one before it was collected."""
+
+    def collect(self) -> StepResult:
+        """Wait for the step that was launched; raises what went wrong in it."""

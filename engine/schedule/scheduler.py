@@ -8,10 +8,15 @@ the order is kind to short prompts and a long one still cannot starve.
 A fork waits until its leader has computed their prompt, then holds the leader's full pages, gets
 a copy of the page that the prompt ends in, and computes the prompt's last token for itself: that
 gives it logits of its own. Where the leader is gone it goes the ordinary way, by a prefix hit.
+
+While a step is in flight the next one can be planned if it only decodes on: who follows whom is
+known, the tokens are not. What the step in flight then ends has a row too many in the next one,
+whose result nobody takes; a step hold keeps its pages until then.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -56,7 +61,7 @@ class _InFlight:
 
 
 class Scheduler:
-    """submit · abort · finish · expire between steps; plan → (a runner executes) → apply."""
+    """plan → (a runner executes, plan_ahead) → apply; submit · abort · finish · expire any time."""
 
     def __init__(self, config: ScheduleConfig) -> None:
         self.config = config
@@ -70,7 +75,7 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         self._waiting: dict[int, Sequence] = {}
         self._running: dict[int, Sequence] = {}  # in order of admission
-        self._in_flight: _InFlight | None = None
+        self._in_flight: list[_InFlight] = []  # at most two, the second planned ahead
         self._step_holds: dict[int, list[PageId]] = {}
 
     # --- between steps --------------------------------------------------------------------------
@@ -164,7 +169,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when nothing can be computed now."""
-        if self._in_flight is not None:
+        if self._in_flight:
             raise RuntimeError(f"step {self.step} is still in flight; apply its result first")
         preempted: set[int] = set()  # stay out of this step, so that pages are not passed around
         draft = self._fill(now, preempted)
@@ -174,8 +179,53 @@ class Scheduler:
             draft = self._fill(now, preempted)
         if not draft.rows and preempted:
             draft = self._fill(now, set())  # nothing runs: now every idle page can be evicted
-        if not draft.rows:
+        return self._take_off(draft, now) if draft.rows else None
+
+    def plan_ahead(self, now: float) -> StepPlan | None:
+        """The step behind the one in flight, or None where that one's result must come first.
+
+        Each row computes the token that its sequence's row in flight is about to choose; it is
+        right unless that token ends the sequence. What surely ends, by its length, has no row.
+        """
+        if len(self._in_flight) != 1:
+            raise RuntimeError(f"{len(self._in_flight)} steps are in flight; one must be")
+        (flight,) = self._in_flight
+        follows: list[int] = []
+        sequences: list[Sequence] = []
+        num_alive = need = 0
+        for index, (row, sequence) in enumerate(
+            zip(flight.plan.rows, flight.sequences, strict=True)
+        ):
+            if sequence.state is State.FINISHED:
+                continue
+            num_alive += 1
+            num_tokens = len(sequence.tokens) + 1
+            if not row.samples:
+                return None
+            if num_tokens >= self._max_tokens or (
+                num_tokens - sequence.num_prompt >= sequence.sampling.max_tokens
+            ):
+                continue
+            if sequence.penalises:
+                return None
+            follows.append(index)
+            sequences.append(sequence)
+            need += self._num_pages(num_tokens) - len(sequence.page_table[0])
+        if not sequences or num_alive < len(self._running):
             return None
+        if self._waiting and len(sequences) < self.config.max_running:
+            return None
+        while self.pool.num_free < need:
+            if not self.cache.evict():
+                return None
+        draft = _Draft(self.config.step_tokens, set())
+        for sequence in sequences:
+            end = len(sequence.tokens) + 1
+            self._grow(draft, sequence, end)
+            self._place(draft, sequence, end - 1, end)
+        return self._take_off(draft, now, tuple(follows))
+
+    def _take_off(self, draft: _Draft, now: float, follows: tuple[int, ...] = ()) -> StepPlan:
         self.step += 1
         plan = StepPlan(
             self.step,
@@ -183,20 +233,22 @@ class Scheduler:
             tuple(draft.assigned),
             tuple(draft.zero_tails),
             tuple(draft.copies),
+            follows,
         )
         if draft.copies:  # the leader may leave before the copies are made
             sources = [PageId(copy.source) for copy in draft.copies]
             self.pool.hold(sources, HoldKind.STEP)
             self._step_holds[self.step] = sources
-        self._in_flight = _InFlight(plan, draft.sequences, now)
+        self._in_flight.append(_InFlight(plan, draft.sequences, now))
         return plan
 
     def apply(self, result: StepResult, now: float) -> list[SequenceEvent]:
         """Take a step's result into the books; what it computed becomes findable only here."""
-        in_flight = self._in_flight
-        if in_flight is None or in_flight.plan.step != result.step:
-            raise ValueError(f"result of step {result.step}: that step is not in flight")
-        self._in_flight = None
+        if not self._in_flight or self._in_flight[0].plan.step != result.step:
+            raise ValueError(
+                f"result of step {result.step}: that step is not in flight, or not next"
+            )
+        in_flight = self._in_flight.pop(0)
         if held := self._step_holds.pop(result.step, None):
             self.pool.release(held, HoldKind.STEP)
         self._measure(in_flight, result, now)
@@ -253,7 +305,7 @@ class Scheduler:
                 # Rows placed so far were admitted earlier, so the victim is never one of them.
                 self._preempt(self._latest_admitted(), draft.preempted)
             if sequence.state is State.RUNNING:
-                self._place(draft, sequence, num_tokens)
+                self._place(draft, sequence, sequence.num_computed, num_tokens)
         return [sequence for sequence in prompts if sequence.state is State.RUNNING]
 
     def _place_prompts(self, draft: _Draft, prompts: list[Sequence], now: float) -> None:
@@ -288,22 +340,22 @@ class Scheduler:
             self._grow(draft, sequence, end)
             end = min(end, len(sequence.page_table[0]) * self.config.page_size)
             if end > sequence.num_computed:
-                self._place(draft, sequence, end)
+                self._place(draft, sequence, sequence.num_computed, end)
 
-    def _place(self, draft: _Draft, sequence: Sequence, end: int) -> None:
-        """Add the row that computes [num_computed, end); its pages are there already."""
-        start = sequence.num_computed
+    def _place(self, draft: _Draft, sequence: Sequence, start: int, end: int) -> None:
+        """Add the row that computes [start, end); its pages are there already."""
+        num_tokens = max(end, len(sequence.tokens))  # ahead, the row's token is not among them
         told = sequence.prompt_logprobs(start, end) if start < sequence.num_prompt else None
         draft.rows.append(
             Row(
                 sequence.sequence_id,
                 start,
-                sequence.tokens[start:end],
+                sequence.tokens[start:end] or array("I", (0,)),  # ahead: see StepPlan.follow
                 sequence.page_table,  # type: ignore[arg-type]  # PageId is int
                 sequence.generations,
                 sequence.sampling,
-                len(sequence.tokens) - sequence.num_prompt,
-                end == len(sequence.tokens),
+                num_tokens - sequence.num_prompt,
+                end == num_tokens,
                 sequence.tokens if told is not None or sequence.penalises else None,
                 told,
             )
@@ -379,14 +431,14 @@ class Scheduler:
 
     def _grow(self, draft: _Draft, sequence: Sequence, num_tokens: int) -> bool:
         """Add pages until num_tokens fit, evicting what nobody uses; False if it fell short."""
-        (pages,), (generations,) = sequence.page_table, sequence.generations
-        for _ in range(self._num_pages(num_tokens) - len(pages)):
-            page = self._take(draft)
-            if page is None:
-                return False
+        lacks = self._num_pages(num_tokens) - len(sequence.page_table[0])
+        if lacks <= 0:
+            return True
+        pages: list[PageId] = []
+        while len(pages) < lacks and (page := self._take(draft)) is not None:
             pages.append(page)
-            generations.append(self.pool.generations[page])
-        return True
+        sequence.grow(pages, [self.pool.generations[page] for page in pages])
+        return len(pages) == lacks
 
     def _take(self, draft: _Draft) -> PageId | None:
         page = self.pool.take(HoldKind.SEQUENCE)
@@ -398,6 +450,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence, preempted: set[int]) -> None:
         """Back to waiting, pages given up; the history stays and is computed again, or hit."""
+        assert not self._in_flight, "a step in flight writes pages that another may get"
         del self._running[sequence.sequence_id]
         self._waiting[sequence.sequence_id] = sequence
         self.pool.release(sequence.leave(State.WAITING), HoldKind.SEQUENCE)
@@ -482,10 +535,11 @@ class Scheduler:
         self._waiting.pop(sequence.sequence_id, None)
         self._running.pop(sequence.sequence_id, None)
         pages = sequence.leave(State.FINISHED)
-        in_flight = self._in_flight
-        if in_flight is not None and any(row is sequence for row in in_flight.sequences):
-            self.pool.hold(pages, HoldKind.STEP)
-            self._step_holds.setdefault(in_flight.plan.step, []).extend(pages)
+        for in_flight in reversed(self._in_flight):
+            if any(row is sequence for row in in_flight.sequences):
+                self.pool.hold(pages, HoldKind.STEP)
+                self._step_holds.setdefault(in_flight.plan.step, []).extend(pages)
+                break
         self.pool.release(pages, HoldKind.SEQUENCE)
 
     def invariants(self) -> None:
@@ -509,5 +563,7 @@ class Scheduler:
         for page in map(PageId, range(self.pool.num_pages)):
             assert self.pool.holds(page, HoldKind.SEQUENCE) == held.get(page, 0)
         assert len(self._running) <= self.config.max_running
-        if self._in_flight is None:
-            assert not self._step_holds
+        steps = [in_flight.plan.step for in_flight in self._in_flight]
+        assert steps == list(range(self.step - len(steps) + 1, self.step + 1))
+        assert len(steps) <= 2
+        assert self._step_holds.keys() <= set(steps)

@@ -150,11 +150,13 @@ class Sequence:
         self.num_sealed = num_sealed
         self.num_computed = num_computed
 
-    def leave(self, state: State) -> list[PageId]:
-        """Stop running; returns the pages given up, tail first, so that tails are evicted first.
+    def grow(self, pages: list[PageId], generations: list[int]) -> None:
+        """Add pages at the end. Rows keep the lists that they were given: new ones replace them."""
+        self.page_table = (self.page_table[0] + pages,)
+        self.generations = (self.generations[0] + generations,)
 
-        The lists of a row in flight stay as they were: new ones take their place.
-        """
+    def leave(self, state: State) -> list[PageId]:
+        """Stop running; returns the pages given up, tail first, so that tails are evicted first."""
         self.transition(state)
         (pages,) = self.page_table
         self.page_table = ([],)

@@ -84,6 +84,9 @@ def serve(
     step_tokens: Annotated[
         int | None, typer.Option(help="Most tokens an engine computes in one step.")
     ] = None,
+    overlap: Annotated[
+        str | None, typer.Option(help="on or off: plan a step while another computes.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of each engine.")] = None,
     script: Annotated[
         Path | None, typer.Option(help="Answer from this script file instead of a model.")
@@ -107,6 +110,7 @@ def serve(
         "--kv-dtype": kv_dtype,
         "--kv-device-tokens": kv_device_tokens,
         "--step-tokens": step_tokens,
+        "--overlap": overlap,
     }
     options = ServeOptions(
         home=folder,

@@ -57,6 +57,7 @@ class ArenaRunner:
         self.not_due: set[int] = set()  # sequence ids that get None where they sample
         self.live: set[int] = set()
         self.plans: list[StepPlan] = []
+        self._lost: set[int] = set()  # sequence ids of the last step's corrupt rows
 
     def begin(self, sequence_id: int, prompt: array[int]) -> None:
         self.live.add(sequence_id)
@@ -81,6 +82,11 @@ class ArenaRunner:
         for index, row in enumerate(plan.rows):
             (pages,), (generations,) = row.page_table, row.generations
             end = row.start + len(row.token_ids)
+            if (
+                plan.follows and row.sequence_id in self._lost
+            ):  # in vain: what it follows is not there
+                tokens.append(0)
+                continue
             assert (len(pages) - 1) * self.page_size < end <= len(pages) * self.page_size
             if index in corrupt or [self.tags[page] for page in pages] != generations:
                 corrupt.add(index)
@@ -101,8 +107,10 @@ class ArenaRunner:
                 tokens.append(None)
         for page, offset in plan.zero_tails:
             self.arena[page][offset:] = [EMPTY] * (self.page_size - offset)
-        for index, row in enumerate(plan.rows):
-            if index not in corrupt:
+        lost = self._lost if plan.follows else set()
+        self._lost = {row.sequence_id for at, row in enumerate(plan.rows) if at in corrupt} | lost
+        for row in plan.rows:
+            if row.sequence_id not in self._lost:
                 end = row.start + len(row.token_ids)
                 tail = self.arena[row.page_table[0][-1]][(end - 1) % self.page_size + 1 :]
                 assert POISON not in tail, "a masked lane would read poison"
@@ -131,3 +139,23 @@ class ArenaRunner:
         old = page[position % self.page_size]
         assert old in (EMPTY, POISON, state), f"position {position} overwrites other bytes"
         page[position % self.page_size] = state
+
+
+class AheadArenaRunner(ArenaRunner):
+    """Computes when a step is launched or, if lazy, when it is collected: a real one in between."""
+
+    runs_ahead = True
+
+    def __init__(self, num_pages: int, page_size: int, *, lazy: bool) -> None:
+        super().__init__(num_pages, page_size)
+        self._lazy = lazy
+        self._launched: StepPlan | StepResult | None = None
+
+    def launch(self, plan: StepPlan) -> None:
+        assert self._launched is None, "launched before the last step was collected"
+        self._launched = plan if self._lazy else self.execute(plan)
+
+    def collect(self) -> StepResult:
+        launched, self._launched = self._launched, None
+        assert launched is not None
+        return launched if isinstance(launched, StepResult) else self.execute(launched)

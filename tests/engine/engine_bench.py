@@ -13,7 +13,7 @@ from engine.schedule.plan import StepPlan, StepResult
 from engine.schedule.scheduler import Scheduler
 from policies.contract import wire
 from policies.contract.wire import Sampling, Submit, pack_ids
-from tests.engine.arena_runner import VOCAB, ArenaRunner
+from tests.engine.arena_runner import VOCAB, AheadArenaRunner, ArenaRunner
 
 SALT = bytes(32)
 PROMPT = array("I", range(10))
@@ -39,10 +39,14 @@ def engine_info(num_pages: int = 64) -> wire.EngineInfo:
 
 
 class EngineBench:
+    overlap = ""  # or eager, lazy: see AheadArenaRunner; a test module may set it for its tests
+
     def __init__(self, runner: Any = None, *, vocab_size: int = VOCAB, **limits: int) -> None:
         defaults = {"num_pages": 64, "page_size": 4, "context_tokens": 200, "step_tokens": 32}
         config = ScheduleConfig(**{**defaults, "max_running": 8, "max_waiting": 100, **limits})
         self.now = 10.0
+        if runner is None and self.overlap:
+            runner = AheadArenaRunner(64, 4, lazy=self.overlap == "lazy")
         self.runner = runner or ArenaRunner(64, 4)
         self.engine = Engine(
             engine_info(),
@@ -50,6 +54,7 @@ class EngineBench:
             self.runner,
             vocab_size=vocab_size,
             clock=lambda: self.now,
+            overlap=bool(self.overlap),
         )
         self.tokens: dict[tuple[int, int], list[int]] = {}
         self.rare: list[tuple[int, wire.Rare]] = []
@@ -112,7 +117,9 @@ class EngineBench:
         ]
 
 
-class BreakingRunner(ArenaRunner):
+class BreakingRunner(AheadArenaRunner):
+    """Breaks in its third step: at the launch, or if lazy, when the result is collected."""
+
     def execute(self, plan: StepPlan) -> StepResult:
         if plan.step == 3:
             raise ArithmeticError("boom")

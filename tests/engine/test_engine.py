@@ -19,6 +19,13 @@ from tests.engine.arena_runner import VOCAB, alone, fold, likelihood, mix
 from tests.engine.engine_bench import PROMPT, SALT, BreakingRunner, EngineBench, engine_info
 
 
+@pytest.fixture(autouse=True, params=["", "eager", "lazy"])
+def overlap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test holds with steps one by one, and with the next one under way."""
+    monkeypatch.setattr(EngineBench, "overlap", request.param)
+    return str(request.param)
+
+
 def test_each_link_gets_its_own_frame_and_the_agent_the_usage() -> None:
     bench = EngineBench()
     bench.submit(1, (7,))
@@ -304,17 +311,87 @@ def test_a_deadline_passes_while_it_runs() -> None:
     assert bench.records[0].usage.completion_tokens == 1
 
 
-def test_a_broken_runner_fails_every_sequence_and_leaves_no_page_held() -> None:
-    bench = EngineBench(BreakingRunner(64, 4))
+def test_a_broken_runner_fails_every_sequence_and_leaves_no_page_held(overlap: str) -> None:
+    bench = EngineBench(BreakingRunner(64, 4, lazy=overlap == "lazy"))
     bench.submit(1, (1,))
     bench.submit(2, (1,), prompt=pack_ids(PROMPT[3:]))
     bench.step()
-    bench.step()
+    if overlap != "eager":  # then the second step's result is lost with the third one's launch
+        bench.step()
     with pytest.raises(ArithmeticError):
         bench.step()
     bench.read(bench.engine.fail("engine_error", "it broke"))
     assert bench.failures() == [(1, 1, "engine_error"), (2, 1, "engine_error")]
     assert not bench.engine.has_work
+    bench.engine.close()
+
+
+def test_what_ends_beside_a_step_is_answered_with_that_step_and_never_again(overlap: str) -> None:
+    bench = EngineBench()
+    bench.submit(1, (1, 2), sampling=Sampling(40))
+    bench.submit(2, (1,), sampling=Sampling(40), deadline_s=5.0)
+    while len(bench.tokens) < 3:
+        bench.step()
+    said = {lane: len(tokens) for lane, tokens in bench.tokens.items()}
+    bench.engine.handle(1, Abort((1,)))
+    bench.engine.handle(1, FinishLane(2, 1))
+    bench.now += 5.0
+    assert bench.engine.has_work
+    bench.step()
+    assert {(at, rare.lane, rare.reason) for at, rare in bench.rare if type(rare) is wire.Finished}
+    assert bench.failures() == [(2, 1, "deadline_exceeded")]
+    assert [record.usage.completion_tokens for record in bench.records] == [
+        said[1, 1],
+        1,
+        said[2, 1],
+    ]
+    bench.drain()
+    assert said == {lane: len(tokens) for lane, tokens in bench.tokens.items()}
+    assert len(bench.records) == 3
+    assert bench.engine.scheduler.load().pages_held == 0
+    steps = len(bench.runner.plans)
+    bench.submit(1, (1,), request_id="next")
+    bench.drain()
+    assert len(bench.runner.plans) - steps == 6, "no step was computed for nobody"
+
+
+@pytest.mark.parametrize("at", range(1, 8))
+def test_a_submit_waits_for_one_step_at_most_beside_the_one_that_computes(
+    at: int, overlap: str
+) -> None:
+    bench = EngineBench()
+    bench.submit(1, (1,), sampling=Sampling(60))
+    for _ in range(at):
+        bench.step()
+    bench.submit(1, (2,), prompt=pack_ids(PROMPT[4:]))
+    steps = 0
+    while (1, 2) not in bench.tokens:
+        bench.step()
+        steps += 1
+    assert steps == (2 if overlap else 1)
+    bench.drain()
+    assert bench.tokens[1, 1] == alone(PROMPT, 60)
+    assert bench.tokens[1, 2] == alone(PROMPT[4:], 6)
+
+
+def test_the_next_step_is_under_way_when_the_events_of_the_last_one_come(overlap: str) -> None:
+    bench = EngineBench()
+    bench.submit(1, (1,))
+    seen = []
+    while bench.engine.has_work:
+        bench.step()
+        seen.append(bench.engine._stepper.is_computing)
+    assert seen == [bool(overlap)] * 5 + [False]
+    assert bench.tokens[1, 1] == alone(PROMPT, 6)
+
+
+def test_an_engine_that_is_closed_in_mid_stream_waits_for_its_step(overlap: str) -> None:
+    bench = EngineBench()
+    bench.submit(1, (1,))
+    bench.step()
+    bench.engine.close()
+    assert [plan.step for plan in bench.runner.plans] == ([1, 2] if overlap else [1])
+    bench.engine.close()
 
 
 def test_news_tell_load_and_page_events_once() -> None:

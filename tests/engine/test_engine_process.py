@@ -22,7 +22,7 @@ from engine.process import EXIT_ENGINE_ERROR, Connection, run
 from engine.schedule.plan import StepPlan, StepResult
 from policies.contract import wire
 from policies.contract.bundle import encode_bundle
-from tests.engine.arena_runner import ArenaRunner
+from tests.engine.arena_runner import AheadArenaRunner
 from tests.engine.engine_bench import BreakingRunner, EngineBench
 from tests.engine.small_bundle import decode, encode, small_bundle
 
@@ -237,6 +237,7 @@ def test_sixty_four_streams_keep_a_pace_of_200_tokens_a_second(engine: EnginePro
         (["--kv-device-tokens", "16"], 2, ["--kv-device-tokens", "16"]),
         (["--max-running", "600"], 2, ["--max-running", "600"]),
         (["--threads", "0"], 2, ["--threads"]),
+        (["--overlap", "maybe"], 2, ["--overlap", "maybe"]),
         (["--script", "/nowhere/script.json"], 4, ["--script", "nowhere"]),
         (["--bundle", "/nowhere/bundle"], 4, ["--bundle", "nowhere"]),
     ],
@@ -255,11 +256,13 @@ def test_a_wrong_flag_is_named(
         engine.close()
 
 
+@pytest.mark.parametrize("overlap", ["", "eager", "lazy"])
 def test_a_broken_runner_is_told_to_every_stream_and_ends_the_process(
-    capfd: pytest.CaptureFixture[str],
+    overlap: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(EngineBench, "overlap", overlap)
     ours, theirs = socket.socketpair()
-    bench = EngineBench(BreakingRunner(64, 4))
+    bench = EngineBench(BreakingRunner(64, 4, lazy=overlap == "lazy"))
     exits: list[int] = []
     connection = Connection(ours, exit_process=exits.append)
     prompt = wire.pack_ids(array("I", range(10)))
@@ -284,11 +287,11 @@ def test_a_broken_runner_is_told_to_every_stream_and_ends_the_process(
     ours.close()
 
 
-class LongStepRunner(ArenaRunner):
+class LongStepRunner(AheadArenaRunner):
     """Its first step lasts until it is let go; then it breaks, which ends the loop."""
 
     def __init__(self) -> None:
-        super().__init__(64, 4)
+        super().__init__(64, 4, lazy=True)
         self.let_go = threading.Event()
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -297,7 +300,11 @@ class LongStepRunner(ArenaRunner):
         raise ArithmeticError("enough")
 
 
-def test_a_step_longer_than_the_news_interval_is_not_silence() -> None:
+@pytest.mark.parametrize("overlap", ["", "lazy"])
+def test_a_step_longer_than_the_news_interval_is_not_silence(
+    overlap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineBench, "overlap", overlap)
     ours, theirs = socket.socketpair()
     theirs.settimeout(10.0)
     runner = LongStepRunner()

@@ -1,4 +1,8 @@
-"""Random lives of sequences on tiny pools: tokens as in a fresh run, every page in one place."""
+"""Random lives of sequences on tiny pools: tokens as in a fresh run, every page in one place.
+
+Steps are planned, planned ahead, computed and applied as separate rules, in any order that can be:
+a step ahead is computed before or after the events of the one that it follows are known.
+"""
 
 from array import array
 from dataclasses import dataclass, field
@@ -25,7 +29,7 @@ from engine.schedule.events import (
     TokensProduced,
 )
 from engine.schedule.pages import HoldKind
-from engine.schedule.plan import StepResult
+from engine.schedule.plan import StepPlan, StepResult
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import NewSequence
 from policies.contract.page_keys import max_hit_pages
@@ -52,10 +56,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_running=st.integers(1, 6),
         context_tokens=st.integers(20, 60),
         rate=st.sampled_from([1.0, 10.0, 1000.0]),
+        calm=st.booleans(),
     )
     def build(
-        self, num_pages: int, step_tokens: int, max_running: int, context_tokens: int, rate: float
+        self,
+        num_pages: int,
+        step_tokens: int,
+        max_running: int,
+        context_tokens: int,
+        rate: float,
+        calm: bool,
     ) -> None:
+        self.calm = calm  # room for all, short prompts: most steps can be planned ahead
+        if calm:
+            num_pages, step_tokens, max_running = 14, 24, 6
         self.config = ScheduleConfig(
             num_pages=num_pages,
             page_size=PAGE_SIZE,
@@ -70,7 +84,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now = 100.0
         self.next_id = 1
         self.streams: dict[int, Stream] = {}
-        self.pending: StepResult | None = None
+        self.flights: list[StepPlan] = []  # planned and not applied
+        self.results: list[StepResult] = []  # of the first ones
         self.flipped: set[int] = set()
         self.resident: set[bytes] = set()
         self.next_event = 0
@@ -89,6 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         logprobs=st.sampled_from([None, None, 0, 2]),
         prompt_logprobs=st.sampled_from([None, None, 0, 2]),
         forks=st.booleans(),
+        penalty=st.sampled_from([0.0, 0.0, 0.0, 1.0]),
     )
     def submit(
         self,
@@ -103,16 +119,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         logprobs: int | None,
         prompt_logprobs: int | None,
         forks: bool,
+        penalty: float,
     ) -> None:
         deadline = None if deadline_s is None else self.now + deadline_s
         leader = None
+        if self.calm:
+            copies, length, max_tokens, penalty = 1, min(length, 9), max_tokens + 8, 0.0
         for seed in range(copies):
             sampling = Sampling(
                 max_tokens,
                 seed=seed,
                 min_tokens=min_tokens,
                 stop_token_ids=tuple(sorted(stops)),
-                frequency_penalty=float(family),
+                frequency_penalty=penalty,
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs if leader is None or not forks else None,
             )
@@ -149,37 +168,84 @@ class SchedulerMachine(RuleBasedStateMachine):
                 stream.untold.append(state)
         return new.sequence_id
 
-    @precondition(lambda self: self.pending is None)
-    @rule(not_due=st.sets(st.integers(1, 12), max_size=3))
-    def plan_and_execute(self, not_due: set[int]) -> None:
+    @precondition(lambda self: not self.flights)
+    @rule()
+    def plan(self) -> None:
         plan = self.scheduler.plan(self.now)
         if plan is None:
             assert not self.streams, "there is work and nothing holds pages but sequences"
             return
-        ids = [row.sequence_id for row in plan.rows]
-        assert len(set(ids)) == len(ids)
-        assert set(ids) <= set(self.streams)
-        assert all(row.token_ids for row in plan.rows)
-        assert sum(len(row.token_ids) for row in plan.rows) <= self.config.step_tokens
+        assert not plan.follows
         for row in plan.rows:
             stream = self.streams[row.sequence_id]
             assert row.history is not None or not stream.new.sampling.frequency_penalty
             if row.history is not None:
                 assert row.history == array("I", [*stream.new.prompt, *stream.produced])
-        self.runner.not_due = not_due
-        self.pending = self.runner.execute(plan)
+        self.take_off(plan)
+
+    def can_follow(self) -> bool:
+        """The engine plans ahead while one step computes; a runner that it does so with tells
+        every token."""
+        if len(self.flights) != 1:
+            return False
+        rows = self.flights[0].rows
+        return all(
+            token is not None or not row.samples or index in result.corrupt
+            for result in self.results
+            for index, (row, token) in enumerate(zip(rows, result.tokens, strict=True))
+        )
+
+    @precondition(can_follow)
+    @rule()
+    def plan_ahead(self) -> None:
+        (before,) = self.flights
+        plan = self.scheduler.plan_ahead(self.now)
+        if plan is None:
+            return
+        assert len(plan.rows) == len(plan.follows)
+        assert not plan.copies
+        for row, index in zip(plan.rows, plan.follows, strict=True):
+            followed = before.rows[index]
+            stream = self.streams[row.sequence_id]
+            assert followed.sequence_id == row.sequence_id
+            assert followed.samples
+            assert row.samples
+            assert row.history is None
+            assert row.num_completion == len(stream.produced) + 1 < stream.new.sampling.max_tokens
+            assert row.start == len(stream.new.prompt) + len(stream.produced)
+            assert len(row.token_ids) == 1
+        if self.results:
+            plan.follow(self.results[0])
+        self.take_off(plan)
+
+    def take_off(self, plan: StepPlan) -> None:
+        ids = [row.sequence_id for row in plan.rows]
+        assert len(set(ids)) == len(ids)
+        assert set(ids) <= set(self.streams)
+        assert all(row.token_ids for row in plan.rows)
+        assert sum(len(row.token_ids) for row in plan.rows) <= self.config.step_tokens
+        self.flights.append(plan)
+
+    @precondition(lambda self: len(self.results) < len(self.flights))
+    @rule(not_due=st.sets(st.integers(1, 12), max_size=3))
+    def compute(self, not_due: set[int]) -> None:
+        plan = self.flights[len(self.results)]
+        is_followed = plan is not self.flights[-1]
+        self.runner.not_due = set() if is_followed else not_due
+        result = self.runner.execute(plan)
+        if is_followed:
+            self.flights[-1].follow(result)
+        self.results.append(result)
         self.flipped -= {page for page, _ in plan.assigned}
 
-    @precondition(lambda self: self.pending is not None)
+    @precondition(lambda self: self.results)
     @rule()
     def apply(self) -> None:
-        assert self.pending is not None
-        plan = self.runner.plans[-1]
-        corrupt = {plan.rows[index].sequence_id for index in self.pending.corrupt}
+        plan, result = self.flights.pop(0), self.results.pop(0)
+        corrupt = {plan.rows[index].sequence_id for index in result.corrupt}
         corrupt &= set(self.streams)
         self.now += 0.05
-        events = self.scheduler.apply(self.pending, self.now)
-        self.pending = None
+        events = self.scheduler.apply(result, self.now)
         failed = {e.sequence_id for e in events if isinstance(e, SequenceFailed)}
         assert failed == corrupt, "corruption ends its sequence and no other"
         self.take(events)
@@ -187,10 +253,31 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 25))
     def run_on(self, steps: int) -> None:
         for _ in range(steps):
-            if self.pending is None:
-                self.plan_and_execute(set())
-            if self.pending is not None:
-                self.apply()
+            if not self.flights:
+                self.plan()
+            if not self.flights:
+                return
+            if not self.results:
+                self.compute(set())
+            self.apply()
+
+    @rule(steps=st.integers(1, 25))
+    def run_ahead(self, steps: int) -> None:
+        """As the engine does it; stops beside two steps in flight, if it can."""
+        self.plan_both()
+        for _ in range(steps):
+            if not self.flights:
+                return
+            if not self.results:
+                self.compute(set())
+            self.apply()
+            self.plan_both()
+
+    def plan_both(self) -> None:
+        if not self.flights:
+            self.plan()
+        if self.can_follow():
+            self.plan_ahead()
 
     @precondition(lambda self: self.streams)
     @rule(data=st.data())
@@ -300,13 +387,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_step_in_flight_keeps_its_pages(self) -> None:
-        if self.pending is not None:
-            for row in self.runner.plans[-1].rows:
+        pool = self.scheduler.pool
+        for plan in self.flights:
+            for row in plan.rows:
+                assert [pool.generations[page] for page in row.page_table[0]] == row.generations[0]
                 for page in row.page_table[0]:
-                    assert any(self.scheduler.pool.holds(page, kind) for kind in HoldKind)
-                    assert page not in self.scheduler.pool.idle
-            for copy in self.runner.plans[-1].copies:
-                assert self.scheduler.pool.holds(copy.source, HoldKind.STEP)
+                    assert any(pool.holds(page, kind) for kind in HoldKind)
+                    assert page not in pool.idle
+            for copy in plan.copies:
+                assert pool.holds(copy.source, HoldKind.STEP)
 
     @invariant()
     def events_replayed_are_the_residency(self) -> None:
@@ -329,10 +418,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         for _ in range(2000):
-            if self.pending is None:
-                self.plan_and_execute(set())
-            if self.pending is None:
+            if not self.flights:
+                self.plan()
+            if not self.flights:
                 break
+            if not self.results:
+                self.compute(set())
             self.apply()
             self.events_replayed_are_the_residency()
         assert not self.streams, "a sequence starved"

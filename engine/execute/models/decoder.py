@@ -60,6 +60,7 @@ class Decoder:
 
     head_rows = HEAD_ROWS
     warm_up_tokens = (1, 16, 512)  # torch's kernels by numbers of rows
+    runs_ahead = False
 
     def __init__(
         self,
@@ -170,6 +171,13 @@ class Decoder:
         batch = build_batch(rows, self.attention, self.tiles)
         self._hidden = self._decode(batch, self._arena)
         return batch.first_tokens
+
+    def start(self, rows: Sequence[Row]) -> list[int]:
+        """See models.model.Model."""
+        return self.forward(rows)
+
+    def wait(self) -> None:
+        """See models.model.Model."""
 
     @torch.inference_mode()
     def head(self, token_rows: Sequence[int]) -> Head:

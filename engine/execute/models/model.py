@@ -52,5 +52,15 @@ class Model(Protocol):
         """Computes all token rows and writes their keys and values; → of each plan row, the token
         row of its first token (the others follow it)."""
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether start returns before the token rows are computed."""
+
+    def start(self, rows: Sequence[Row]) -> list[int]:
+        """Begins a forward; nothing else may be asked before wait."""
+
+    def wait(self) -> None:
+        """Until what was started is computed."""
+
     def head(self, token_rows: Sequence[int]) -> Head:
         """Of token rows of the last forward."""

@@ -146,7 +146,8 @@ static inline float from_half(uint16_t half) {
 #ifdef KAGARI_TIER  // ==== a tier's kernels =======================================================
 
 #include <immintrin.h>
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's own header (its bug 105593)
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own header (its bug 105593)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
 namespace {
 
@@ -691,31 +692,48 @@ inline Lanes fused(Lanes a, Lanes b, Lanes c) {
 #endif
 }
 
-inline Lanes highest(Lanes value) {  // in every lane
+inline float highest(Lanes value) {
   union { Lanes whole; __m128 part[LANES / 4]; } parts{value};
   __m128 best = parts.part[0];
   for (int i = 1; i < LANES / 4; i++) best = _mm_max_ps(best, parts.part[i]);
   best = _mm_max_ps(best, _mm_movehl_ps(best, best));
   best = _mm_max_ps(best, _mm_shuffle_ps(best, best, 1));
-  return spread(_mm_cvtss_f32(best));
+  return _mm_cvtss_f32(best);
 }
 
-// e^x for x ≤ 0, 0 below e^-87; the range reduction and polynomial of Cephes' expf (Moshier, 1992).
-inline Lanes decay(Lanes x) {
+inline Lanes larger(Lanes a, Lanes b) { return WIDE(max_ps)(a, b); }  // b if one is not a number
+
+// 2^x for x ≤ 0, 0 below 2^-126.5; reduction to |r| ≤ 1/2 and polynomial of Cephes' exp2f.
+inline Lanes power_of_two(Lanes x) {
   const float magic = 12582912.0f + 127.0f;  // 1.5 × 2^23: rounds; 127: the exponent's bias
-  Lanes clamped = x < -87.0f ? spread(-87.0f) : x;
-  Lanes shifted = fused(clamped, spread(1.44269504f), spread(magic)), n = shifted - magic;
-  Lanes r = fused(n, spread(-0.693359375f), clamped);
-  r = fused(n, spread(2.12194440e-4f), r);
-  Lanes p = fused(spread(1.9875691500e-4f), r, spread(1.3981999507e-3f));
-  p = fused(p, r, spread(8.3334519073e-3f));
-  p = fused(p, r, spread(4.1665795894e-2f));
-  p = fused(p, r, spread(1.6666665459e-1f));
-  p = fused(p, r, spread(5.0000001201e-1f));
-  p = fused(p, r * r, r) + 1.0f;
-  Lanes power = reinterpret_cast<Lanes>(reinterpret_cast<LaneInts>(shifted) << 23);
-  return x < -87.0f ? Lanes{} : p * power;
+  const Lanes cut = larger(spread(-126.9f), x), shifted = cut + magic, r = cut - (shifted - magic);
+  Lanes p = fused(spread(1.535336188e-4f), r, spread(1.339887440e-3f));
+  p = fused(p, r, spread(9.618437357e-3f));
+  p = fused(p, r, spread(5.550332471e-2f));
+  p = fused(p, r, spread(2.402264791e-1f));
+  p = fused(p, r, spread(6.931472028e-1f));
+  p = fused(p, r, spread(1));
+  return p * reinterpret_cast<Lanes>(reinterpret_cast<LaneInts>(shifted) << 23);
 }
+
+struct Run {  // sixteen keys and values [dim] of a page, of which begin … end - 1 may be read
+  const char* keys;
+  const char* values;
+  int begin, end;
+};
+
+struct Ahead {  // keys and values that come next, fetched line by line between other work
+  const char* keys;
+  const char* values;
+
+  Ahead from(int64_t offset) const { return {keys + offset, values + offset}; }
+
+  // Always inline: GCC 12 takes a function that does nothing else for one without effect.
+  __attribute__((always_inline)) void fetch(int64_t offset) const {
+    __builtin_prefetch(keys + offset, 0, 2);
+    __builtin_prefetch(values + offset, 0, 2);
+  }
+};
 
 inline Lanes widened(const float* at) { return lanes(at); }
 
@@ -733,7 +751,8 @@ inline Lanes widened(const uint16_t* at) {  // bf16
 // c [rows][columns] = c × scales (0 if null) + a [rows][depth] · b [depth][columns], ascending.
 template <int ROWS, int COLUMNS, class Element>
 inline void multiply_tile(const float* a, int64_t a_stride, const Element* b, int64_t b_stride,
-                          float* c, int64_t c_stride, const float* scales, int depth) {
+                          float* c, int64_t c_stride, const float* scales, int depth,
+                          Ahead ahead) {
   Lanes sums[ROWS][COLUMNS] = {};
   if (scales)
 #pragma GCC unroll 8
@@ -742,6 +761,7 @@ inline void multiply_tile(const float* a, int64_t a_stride, const Element* b, in
       for (int j = 0; j < COLUMNS; j++)
         sums[r][j] = lanes(c + r * c_stride + j * LANES) * scales[r];
   for (int d = 0; d < depth; d++, b += b_stride) {
+    if (sizeof(Element) == 2) ahead.fetch(d * COLUMNS * LANES);
     Lanes column[COLUMNS];
 #pragma GCC unroll 8
     for (int j = 0; j < COLUMNS; j++) column[j] = widened(b + j * LANES);
@@ -758,19 +778,22 @@ inline void multiply_tile(const float* a, int64_t a_stride, const Element* b, in
     for (int j = 0; j < COLUMNS; j++) lanes(c + r * c_stride + j * LANES) = sums[r][j];
 }
 
+// With bf16 also fetches depth × columns bytes of what is ahead.
 template <int ROWS, class Element>
 void multiply(int rows, const float* a, int64_t a_stride, const Element* b, int columns, float* c,
-              int64_t c_stride, const float* scales, int depth) {
+              int64_t c_stride, const float* scales, int depth, Ahead ahead) {
   if (rows < ROWS) {
     if constexpr (ROWS > 1)
-      multiply<ROWS - 1>(rows, a, a_stride, b, columns, c, c_stride, scales, depth);
+      multiply<ROWS - 1>(rows, a, a_stride, b, columns, c, c_stride, scales, depth, ahead);
     return;
   }
   int at = 0;
   for (; at + TILE_COLUMNS * LANES <= columns; at += TILE_COLUMNS * LANES)
-    multiply_tile<ROWS, TILE_COLUMNS>(a, a_stride, b + at, columns, c + at, c_stride, scales, depth);
+    multiply_tile<ROWS, TILE_COLUMNS>(a, a_stride, b + at, columns, c + at, c_stride, scales, depth,
+                                      ahead.from(depth * at));
   for (; at < columns; at += LANES)
-    multiply_tile<ROWS, 1>(a, a_stride, b + at, columns, c + at, c_stride, scales, depth);
+    multiply_tile<ROWS, 1>(a, a_stride, b + at, columns, c + at, c_stride, scales, depth,
+                           ahead.from(depth * at));
 }
 
 struct Workspace {  // a thread's own; a state: weighted values [dim], highest score, sum of weights
@@ -875,15 +898,17 @@ inline Lanes high_half(LaneInts pair) {
 
 // Scores of LANES keys [dim] for a few queries [dim]: what `multiply` gives, without its copy of keys.
 template <int ROWS, bool IS_FLOAT>
-void score_keys(int rows, const float* queries, const int32_t* keys, int dwords, float* scores) {
+void score_keys(int rows, const float* queries, const int32_t* keys, int dwords, float* scores,
+                Ahead ahead) {
   if (rows < ROWS) {
     if constexpr (ROWS > 1)
-      score_keys<ROWS - 1, IS_FLOAT>(rows, queries, keys, dwords, scores);
+      score_keys<ROWS - 1, IS_FLOAT>(rows, queries, keys, dwords, scores, ahead);
     return;
   }
   const int dim = IS_FLOAT ? dwords : 2 * dwords;
   Lanes sums[ROWS] = {};
   for (int first = 0; first < dwords; first += 4) {
+    for (int i = 0; i < 8 * LANES; i += 64) ahead.fetch(2 * first * LANES + i);
     const Turned turned = turn_rows(keys, dwords, first);
     auto add = [&](int d, Lanes column) {
 #pragma GCC unroll 8
@@ -903,12 +928,6 @@ void score_keys(int rows, const float* queries, const int32_t* keys, int dwords,
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++) lanes(scores + r * KEY_TILE) = sums[r];
 }
-
-struct Run {  // sixteen keys and values [dim] of a page, of which begin … end - 1 may be read
-  const char* keys;
-  const char* values;
-  int begin, end;
-};
 
 inline Run find_run(const Arena& arena, const int32_t* pages, int kv_head, int key, int first,
                     int last) {
@@ -930,11 +949,6 @@ inline const int32_t* whole_keys(const Run& run, int row, float* copy) {
   memcpy(reinterpret_cast<char*>(copy) + run.begin * row, run.keys + run.begin * row,
          (run.end - run.begin) * row);
   return reinterpret_cast<const int32_t*>(copy);
-}
-
-// Always inline: GCC 12 takes a function that does nothing else for one without effect.
-__attribute__((always_inline)) inline void prefetch(const char* at, int bytes) {
-  if (at) for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
 }
 
 // A tile as fp32: keys [dim][64], values [64][dim]; zero where a run must not be read.
@@ -966,30 +980,6 @@ void load_tile(const Run* runs, int dim, bool is_float, Workspace& work) {
   }
 }
 
-// One row's scores → weights. Only keys first … last of the tile are seen. Returns by how much the
-// row's earlier sums shrink.
-inline float soften(float* scores, int first, int last, float* high, float* weights) {
-  Lanes best = spread(*high), sum = {};
-  LaneInts key;
-  for (int i = 0; i < LANES; i++) key[i] = i;
-  for (int i = 0; i < KEY_TILE; i += LANES, key += LANES) {
-    Lanes score = lanes(scores + i);
-    score = (key >= first) & (key <= last) ? score : spread(HIDDEN);
-    best = score > best ? score : best;
-    lanes(scores + i) = score;
-  }
-  best = highest(best);
-  const float shrink = decay(spread(*high) - best)[0];
-  for (int i = 0; i < KEY_TILE; i += LANES) {
-    Lanes weight = decay(lanes(scores + i) - best);
-    lanes(scores + i) = weight;
-    sum += weight;
-  }
-  lanes(weights) = lanes(weights) * shrink + sum;
-  *high = best[0];
-  return shrink;
-}
-
 inline void clear_state(float* state, int dim) {
   memset(state, 0, 4 * (dim + 16));
   state[dim] = FLOOR;
@@ -997,8 +987,8 @@ inline void clear_state(float* state, int dim) {
 
 inline void merge_state(float* into, const float* later, int dim) {
   const float high = later[dim] > into[dim] ? later[dim] : into[dim];
-  const float keep = decay(spread(into[dim] - high))[0];
-  const float add = decay(spread(later[dim] - high))[0];
+  const float keep = power_of_two(spread(into[dim] - high))[0];
+  const float add = power_of_two(spread(later[dim] - high))[0];
   for (int d = 0; d < dim; d += LANES)
     lanes(into + d) = fused(lanes(later + d), spread(add), lanes(into + d) * keep);
   into[dim] = high;
@@ -1032,39 +1022,61 @@ struct Rows {  // what a work item attends with: the block's rows of one kv head
   bool is_float;
 };
 
-// Scores of rows `first` … first + count - 1 → weights; shrinks: what the rows' earlier sums lose.
-void soften_rows(const Rows& of, int tile, int first, int count, Workspace& work,
-                 float* shrinks) {
+// Scores of rows first … first + count - 1 → weights; shrinks: what their earlier sums become.
+void soften(const Rows& of, int tile, int first, int count, Workspace& work, float* shrinks) {
+  float best[16] = {}, before[16] = {};
   for (int i = 0; i < count; i++) {
-    const int row = first + i, position = of.start + row / of.group;
-    shrinks[i] = soften(work.scores + i * KEY_TILE,
-                        first_seen(of.window, position) - tile * KEY_TILE,
-                        position - tile * KEY_TILE,
-                        work.segment + row * (of.dim + 16) + of.dim, work.weights + row * LANES);
+    float* const scores = work.scores + i * KEY_TILE;
+    const int position = of.start + (first + i) / of.group;
+    const int begin = first_seen(of.window, position) - tile * KEY_TILE;
+    const int end = position - tile * KEY_TILE;
+    if (begin > 0 || end < KEY_TILE - 1) {
+      LaneInts key;
+      for (int j = 0; j < LANES; j++) key[j] = j;
+      for (int j = 0; j < KEY_TILE; j += LANES, key += LANES)
+        lanes(scores + j) = (key >= begin) & (key <= end) ? lanes(scores + j) : spread(HIDDEN);
+    }
+    float* const high = work.segment + (first + i) * (of.dim + 16) + of.dim;
+    Lanes top = spread(before[i] = *high);
+    for (int j = 0; j < KEY_TILE; j += LANES) top = larger(lanes(scores + j), top);
+    best[i] = *high = highest(top);
+  }
+  for (int i = 0; i < TILE_ROWS; i += LANES)
+    lanes(before + i) = power_of_two(lanes(before + i) - lanes(best + i));
+  for (int i = 0; i < count; i++) {
+    Lanes sum = {};
+    for (int j = i * KEY_TILE; j < (i + 1) * KEY_TILE; j += LANES)
+      sum += lanes(work.scores + j) = power_of_two(lanes(work.scores + j) - best[i]);
+    float* const weights = work.weights + (first + i) * LANES;
+    lanes(weights) = lanes(weights) * before[i] + sum;
+    shrinks[i] = before[i];
   }
 }
 
-// Many rows: the tile's keys and values are turned and widened once for all.
+// Many rows: the tile's keys and values are turned and widened once for all. Values behind the last
+// that a row sees have weight 0 and are left out, as are whole tiles that it does not see.
 void attend_many(const Rows& of, int tile, const Run* runs, Workspace& work) {
-  const int dim = of.dim, width = dim + 16;
+  const int dim = of.dim, width = dim + 16, first_key = tile * KEY_TILE;
   float shrinks[TILE_ROWS];
   load_tile(runs, dim, of.is_float, work);
   for (int r = 0; r < of.count; r += TILE_ROWS) {
     const int count = of.count - r < TILE_ROWS ? of.count - r : TILE_ROWS;
+    const int seen = of.start + (r + count - 1) / of.group - first_key + 1;
+    const int first = first_seen(of.window, of.start + r / of.group);
+    if (seen <= 0 || first >= first_key + KEY_TILE) continue;
     multiply<TILE_ROWS>(count, work.queries + r * dim, dim, work.keys, KEY_TILE, work.scores,
-                        KEY_TILE, nullptr, dim);
-    soften_rows(of, tile, r, count, work, shrinks);
+                        KEY_TILE, nullptr, dim, {});
+    soften(of, tile, r, count, work, shrinks);
     multiply<TILE_ROWS>(count, work.scores, KEY_TILE, work.values, dim, work.segment + r * width,
-                        width, shrinks, KEY_TILE);
+                        width, shrinks, seen < KEY_TILE ? seen : KEY_TILE, {});
   }
 }
 
-// At most TILE_ROWS rows: keys and values are used as they are read; `next` is fetched meanwhile.
+// At most TILE_ROWS rows: keys and values are used as they are read.
 template <class Element>
-void attend_few(const Rows& of, int tile, const Run* runs, const Run* next, Workspace& work) {
+void attend_few(const Rows& of, int tile, const Run* runs, const Ahead* ahead, Workspace& work) {
   const int dim = of.dim, row = dim * (int)sizeof(Element), dwords = row / 4;
   for (int g = 0; g < KEY_TILE / 16; g++) {
-    prefetch(next[g].keys, 16 * row);
     if (runs[g].begin >= runs[g].end) {  // hidden from all: any finite scores
       for (int r = 0; r < of.count; r++) memset(work.scores + r * KEY_TILE + 16 * g, 0, 64);
       continue;
@@ -1072,17 +1084,16 @@ void attend_few(const Rows& of, int tile, const Run* runs, const Run* next, Work
     const int32_t* keys = whole_keys(runs[g], row, work.copy);
     for (int i = 0; i < 16; i += LANES)
       score_keys<TILE_ROWS, sizeof(Element) == 4>(of.count, work.queries, keys + i * dwords, dwords,
-                                                  work.scores + 16 * g + i);
+                                                  work.scores + 16 * g + i, ahead[g].from(2 * i * dwords));
   }
   float scales[2][TILE_ROWS] = {{}, {1, 1, 1, 1, 1, 1}};  // of the first run of values, of others
-  soften_rows(of, tile, 0, of.count, work, scales[0]);
+  soften(of, tile, 0, of.count, work, scales[0]);
   for (int g = 0, later = 0; g < KEY_TILE / 16; g++) {
-    prefetch(next[g].values, 16 * row);
     const int begin = runs[g].begin, count = runs[g].end - begin;
     if (count <= 0) continue;
     multiply<TILE_ROWS>(of.count, work.scores + 16 * g + begin, KEY_TILE,
                         reinterpret_cast<const Element*>(runs[g].values) + begin * dim, dim,
-                        work.segment, dim + 16, scales[later], count);
+                        work.segment, dim + 16, scales[later], count, ahead[g].from(8 * row));
     later = 1;
   }
 }
@@ -1095,9 +1106,11 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
   const Rows of = {dim, group, block.tokens * group, block.span->start + block.first_token,
                      attend.window, arena.is_float != 0};
   const int64_t token = block.span->first_row + block.first_token;
-  for (int t = 0; t < block.tokens; t++)
-    memcpy(work.queries + t * group * dim,
-           attend.queries + ((token + t) * attend.heads + kv_head * group) * dim, 4 * group * dim);
+  for (int t = 0; t < block.tokens; t++) {
+    const float* from = attend.queries + ((token + t) * attend.heads + kv_head * group) * dim;
+    float* const to = work.queries + t * group * dim;  // × log2 e: the softmax is of powers of two
+    for (int i = 0; i < group * dim; i += LANES) lanes(to + i) = lanes(from + i) * 1.44269504f;
+  }
   for (int r = 0; r < of.count; r++) clear_state(work.merged + r * width, dim);
 
   const int first = first_seen(attend.window, of.start), last = of.start + block.tokens - 1;
@@ -1109,6 +1122,7 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
                          tile * KEY_TILE + 16 * i, first, end_key);
   };
   Run runs[2][KEY_TILE / 16];
+  Ahead ahead[KEY_TILE / 16];
   constexpr int TILES = KEY_SEGMENT / KEY_TILE;
   const int first_tile = piece.first_segment * TILES > first / KEY_TILE
       ? piece.first_segment * TILES : first / KEY_TILE;
@@ -1117,13 +1131,18 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
     const Run* now = runs[tile & 1];
     Run* next = runs[~tile & 1];
     find_runs(tile + 1, next);
+    for (int i = 0; i < KEY_TILE / 16; i++) {
+      const bool is_any = next[i].begin < next[i].end;
+      const char* nowhere = reinterpret_cast<const char*>(work.values);
+      ahead[i] = {is_any ? next[i].keys : nowhere, is_any ? next[i].values : nowhere};
+    }
     if (tile == first_tile || tile % TILES == 0) {
       for (int r = 0; r < of.count; r++) clear_state(work.segment + r * width, dim);
       memset(work.weights, 0, sizeof(Lanes) * of.count);
     }
     if (of.count > TILE_ROWS) attend_many(of, tile, now, work);
-    else if (of.is_float) attend_few<float>(of, tile, now, next, work);
-    else attend_few<uint16_t>(of, tile, now, next, work);
+    else if (of.is_float) attend_few<float>(of, tile, now, ahead, work);
+    else attend_few<uint16_t>(of, tile, now, ahead, work);
     if ((tile + 1) % TILES && (tile + 1) * KEY_TILE <= end_key) continue;
     for (int r = 0; r < of.count; r++) {
       float* state = work.segment + r * width;
@@ -1363,30 +1382,54 @@ bool move_away() {  // from the caller's CPU; false where there is no other
   return moved && !sched_setaffinity(0, sizeof allowed, &allowed);
 }
 
-void* worker(void*) {
-  Rest rest;
-  uint64_t seen = claim.load() >> LEFT_BITS;
+// A program beside its caller: the first worker that sees it runs it as a caller would, unless the
+// one who posted it comes to wait for it before; who waits helps like a worker.
+enum : uint32_t { NONE, POSTED, TAKEN, FINISHED };
+struct Posted { const Op* ops; int32_t count; const Step* step; } posted;
+std::atomic<uint32_t> posted_state;
+
+bool run_posted();
+
+void ring() {
+  if (sleepers.load() && sleepers.exchange(0)) {
+    bell.fetch_add(1);
+    wake_all(bell);
+  }
+}
+
+template <class Over>
+void serve(const Over& over, Rest* rest) {  // job after job until over; rest: a worker's
+  uint64_t seen = (claim.load() >> LEFT_BITS) - 1;
   auto called = [&] {
-    return claim.load(std::memory_order_acquire) >> LEFT_BITS != seen || stopping.load();
+    return claim.load(std::memory_order_acquire) >> LEFT_BITS != seen || over() ||
+           (rest && posted_state.load(std::memory_order_relaxed) == POSTED);
   };
   while (true) {
     if (!spin(SPIN_NS, called, true)) {
       sleepers.fetch_add(1);
       uint32_t rung = bell.load();
       if (!called()) sleep_on(bell, rung);
-      if (sched_getcpu() == caller_cpu.load(std::memory_order_relaxed) && !move_away()) rest.take();
+      bool in_the_way = sched_getcpu() == caller_cpu.load(std::memory_order_relaxed);
+      if (in_the_way && !move_away() && rest) rest->take();
       continue;
     }
-    if (stopping.load()) return nullptr;
+    if (over()) return;
+    if (rest && run_posted()) continue;
     seen = claim.load(std::memory_order_acquire) >> LEFT_BITS;
     if (uint32_t ran = work(seen)) {
       done.fetch_add(ran);  // the caller may go on: from here the job is not ours to touch
       if (caller_sleeps.load()) {
         wake_all(done);
-        rest.count();
+        if (rest) rest->count();
       }
     }
   }
+}
+
+void* worker(void*) {
+  Rest rest;
+  serve([] { return stopping.load() != 0; }, &rest);
+  return nullptr;
 }
 
 void wait_for(uint32_t others) {
@@ -1403,13 +1446,6 @@ void wait_for(uint32_t others) {
   int64_t waited = now_ns() - start;
   if (waited > 1000000) long_waits++;
   if (waited > longest_wait_ns) longest_wait_ns = waited;
-}
-
-void ring() {
-  if (sleepers.load() && sleepers.exchange(0)) {
-    bell.fetch_add(1);
-    wake_all(bell);
-  }
 }
 
 void stop_workers() {
@@ -1499,6 +1535,35 @@ EXPORT void kagari_run(const Op* ops, int32_t count, const Step* step) {
   unsigned mode = _mm_getcsr();
   _mm_setcsr(0x1f80);  // the workers' rounding and subnormals, whatever the caller has set
   for (int32_t i = 0; i < count; i++) tier->run[ops[i].kind](ops[i].args, step);
+  _mm_setcsr(mode);
+}
+
+namespace {
+
+bool run_posted() {
+  uint32_t expected = POSTED;
+  if (!posted_state.compare_exchange_strong(expected, TAKEN)) return false;
+  kagari_run(posted.ops, posted.count, posted.step);
+  posted_state.store(FINISHED);
+  ring();
+  return true;
+}
+
+}  // namespace
+
+// kagari_run beside the caller, who goes on at once; one at a time, and then kagari_finish.
+EXPORT void kagari_start(const Op* ops, int32_t count, const Step* step) {
+  posted = {ops, count, step};
+  posted_state.store(POSTED);
+  ring();
+}
+
+EXPORT void kagari_finish() {
+  unsigned mode = _mm_getcsr();
+  _mm_setcsr(0x1f80);
+  if (posted_state.load() != NONE && !run_posted())
+    serve([] { return posted_state.load() == FINISHED; }, nullptr);
+  posted_state.store(NONE);
   _mm_setcsr(mode);
 }
 

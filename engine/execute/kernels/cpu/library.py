@@ -194,6 +194,8 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "kagari_close": (None, []),
     "kagari_tier_name": (c_char_p, []),
     "kagari_run": (None, [c_void_p, c_int32, POINTER(Step)]),
+    "kagari_start": (None, [c_void_p, c_int32, POINTER(Step)]),
+    "kagari_finish": (None, []),
     "kagari_attention_scratch": (c_int64, [c_int32] * 5),
     "kagari_pool_stats": (None, [POINTER(c_int64)]),
     "kagari_verify_tags": (None, [c_void_p] * 4 + [c_int64, c_void_p]),
@@ -258,6 +260,16 @@ class Library:
         assert 0 <= start <= start + count <= len(array), "within the program"
         first = ctypes.addressof(array) + start * ctypes.sizeof(Op)
         self.functions.kagari_run(first, count, ctypes.byref(step))
+
+    def start(self, ops: Program | ctypes.Array[Op], step: Step, count: int) -> None:
+        """Lets another thread carry out the first ops; both must stay as they are until finish."""
+        array = ops.ops if isinstance(ops, Program) else ops
+        assert count <= len(array), "within the program"
+        self.functions.kagari_start(ctypes.addressof(array), count, ctypes.byref(step))
+
+    def finish(self) -> None:
+        """Helps with what was started, until it is done; at once if nothing was."""
+        self.functions.kagari_finish()
 
     def stats(self) -> PoolStats:
         counts = (c_int64 * 4)()
