@@ -1,4 +1,4 @@
-"""Our engine's own loop on one thread, without messages: plan, execute, apply."""
+"""Our engine's own loop without messages: sequences in, steps, tokens out."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from array import array
 
 from engine.config import DEFAULT_STEP_TOKENS, ScheduleConfig
 from engine.execute.runner import ModelRunner
-from engine.schedule.events import SequenceEvent, SequenceFailed, TokensProduced
+from engine.schedule.events import SequenceFailed, TokensProduced
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import NewSequence
+from engine.stepper import Stepper
 from policies.contract.wire import Sampling
 
 PAGE_SIZE = 64
@@ -18,6 +19,8 @@ ENDLESS = 1 << 12
 
 
 class EngineLoop:
+    """Steps overlap as the engine's do by default; see overlap."""
+
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
         self._sequence = 0
@@ -29,6 +32,16 @@ class EngineLoop:
                 step_tokens=DEFAULT_STEP_TOKENS,
             )
         )
+        self.overlap(True)
+
+    def overlap(self, is_on: bool) -> None:
+        """Whether a step is planned while the one before it computes. Not while one computes."""
+        self._stepper = Stepper(self._scheduler, self.runner, overlap=is_on, clock=time.monotonic)
+
+    def rest(self) -> None:
+        """Lets the step under way come to its end."""
+        while self._stepper.is_computing:
+            self.step()
 
     def submit(
         self,
@@ -47,18 +60,11 @@ class EngineLoop:
         self._scheduler.submit(new, time.monotonic())
         return self._sequence
 
-    def events(self) -> list[SequenceEvent]:
-        """One step's."""
-        plan = self._scheduler.plan(time.monotonic())
-        if plan is None:
-            return []
-        events = self._scheduler.apply(self.runner.execute(plan), time.monotonic())
-        assert not any(isinstance(event, SequenceFailed) for event in events), events
-        return events
-
     def step(self) -> dict[int, tuple[int, ...]]:
         """One step; the tokens of each sequence that got any."""
-        produced = (event for event in self.events() if isinstance(event, TokensProduced))
+        events = self._stepper.step() or []
+        assert not any(isinstance(event, SequenceFailed) for event in events), events
+        produced = (event for event in events if isinstance(event, TokensProduced))
         return {event.sequence_id: event.tokens for event in produced}
 
     def until_all_speak(self, sequence_ids: set[int]) -> None:
@@ -70,3 +76,4 @@ class EngineLoop:
         for sequence_id in sequence_ids:
             self._scheduler.abort(sequence_id, time.monotonic())
             self.runner.end(sequence_id)
+        self.rest()

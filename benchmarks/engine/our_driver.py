@@ -127,16 +127,27 @@ class Ours:
     # --- rows about steps -------------------------------------------------------------------------
 
     def kernel_shares(self, count: int) -> list[tuple[float, float]] | None:
-        """(seconds, those in compiled kernels) of each step; None: there are none."""
+        """(seconds, those in compiled kernels) of each step, one after the other; None: no kernels."""
+        self._overlap(False)
         with taps.seconds_in_kernels() as spent:
             shares: list[tuple[float, float]] = []
             for _ in range(count):
                 spent.clear()
                 whole = timed(self._loop.step)
-                if not spent:
-                    return None
                 shares.append((whole, sum(spent)))
-        return shares
+        self._overlap(True)
+        return shares if any(kernels for _, kernels in shares) else None
+
+    def steps_without_overlap(self, count: int) -> list[float]:
+        self._overlap(False)
+        took = self.steps(count)
+        self._overlap(True)
+        return took
+
+    def _overlap(self, is_on: bool) -> None:
+        self._loop.rest()
+        self._loop.overlap(is_on)
+        self._loop.step()  # the first has nothing under way before it
 
     def prepare_mixed(self, prompts: list[list[int]], chunk: list[int]) -> None:
         """Sequences that decode from the end of their prompts, and a chunk of another's prompt.

@@ -1,4 +1,4 @@
-"""Rows about our own steps: what is not spent in kernels, and what mixing prompts in costs."""
+"""Rows about our own steps: what is not spent in kernels, what overlap and mixing prompts in do."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from benchmarks.engine.bench import SUFFIXES, Bench
 
 OVERHEAD, MIXED = "step_overhead_b1", "mixed_step"
 OVERHEAD_LIMIT = 0.10  # of a step at batch 1
+OVERLAPS = (("overlap_b1", 1, 64), ("overlap_b8", 8, 24))  # name, batch, steps of a round
 DECODES, CHUNK, CONTEXT = 31, 256, 256
 
 
 def add_rows(bench: Bench) -> None:
     if bench.wants(OVERHEAD):
         _add_overhead(bench)
+    for name, batch, count in OVERLAPS:
+        if bench.wants(name):
+            _add_overlap(bench, name, batch, count)
     if bench.wants(MIXED):
         _add_mixed(bench)
 
@@ -39,6 +43,30 @@ def _add_overhead(bench: Bench) -> None:
                 "share of a step",
                 more_is_better=False,
                 detail=detail,
+            )
+        )
+
+
+def _add_overlap(bench: Bench, name: str, batch: int, count: int) -> None:
+    """Planned while the step before computes, as served by default, beside one after the other."""
+    for compute, ours in bench.ours.items():
+        bench.neighbours.cores()
+        ours.start_decoding(bench.prompts(batch, CONTEXT))
+        rounds: list[tuple[float, float]] = []
+        for _ in range(bench.rounds()):
+            without = median(ours.call("steps_without_overlap", count))
+            rounds.append((ours.step(count).s, without))
+        ours.stop_decoding()
+        on, off = (median(column) for column in zip(*rounds, strict=True))
+        ratio = median(without / overlapped for overlapped, without in rounds)
+        bench.add_row(
+            Beside(
+                f"{name}{SUFFIXES[compute]}",
+                on,
+                "s",
+                more_is_better=False,
+                peers={"without overlap": Figure(off, ratio)},
+                detail=f"neighbours {bench.neighbours.cores():.1f} cores",
             )
         )
 

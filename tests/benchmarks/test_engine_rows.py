@@ -133,12 +133,12 @@ def test_memory_is_of_each_process_and_its_pages_are_told(bench, tmp_path) -> No
     assert row["unit"] == "MB"
 
 
-def test_a_steps_cost_outside_kernels_and_of_mixing(bench) -> None:
+def test_a_steps_cost_outside_kernels_of_overlap_and_of_mixing(bench) -> None:
     step_cost.add_rows(bench)
     rows = rows_of(bench)
-    assert set(rows) == {
-        f"{row}{suffix}" for row in ("step_overhead_b1", "mixed_step") for suffix in ("", "_fast")
-    }
+    own = ("step_overhead_b1", "overlap_b1", "overlap_b8", "mixed_step")
+    assert set(rows) == {f"{row}{suffix}" for row in own for suffix in ("", "_fast")}
+    assert rows["overlap_b8"]["ratio"] == pytest.approx(1.5)
     overhead, mixed = rows["step_overhead_b1"], rows["mixed_step"]
     assert (overhead["ours"], overhead["ratio"]) == (pytest.approx(0.05), pytest.approx(2.0))
     assert (mixed["ours"], mixed["peer_name"]) == (pytest.approx(0.006), "its parts alone")
