@@ -127,7 +127,7 @@ class Ours:
     # --- rows about steps -------------------------------------------------------------------------
 
     def kernel_shares(self, count: int) -> list[tuple[float, float]] | None:
-        """(seconds, those in compiled kernels) of each step, one after the other; None: no kernels."""
+        """(seconds, those in kernels) of steps, one after the other; None: no compiled kernels."""
         self._overlap(False)
         with taps.seconds_in_kernels() as spent:
             shares: list[tuple[float, float]] = []

@@ -47,7 +47,7 @@ def add_rows(bench: Bench, model: Path, checkpoint: Checkpoint) -> None:
         except NodeError as error:
             bench.leave_out(NAME, f"no text without a tokenizer: {error}".split("\n", 1)[0])
             return
-        judge = _Judge(bench.reference, pieces, Path(folder))
+        judge = Judge(bench.reference, pieces, Path(folder))
         ours = {compute: judge.nearness(engine) for compute, engine in bench.ours.items()}
         theirs: dict[str, Nearness] = {}
         for name, peer in list(bench.peers.items()):
@@ -99,7 +99,7 @@ def _pieces(model: Path, checkpoint: Checkpoint, cache: Path, positions: int) ->
     return [ids[start : start + PIECE] for start in range(0, step * (positions // PIECE), step)]
 
 
-class _Judge:
+class Judge:
     """Asks everyone for logits after the same tokens, through files."""
 
     def __init__(self, reference: DrivenEngine, pieces: list[list[int]], folder: Path) -> None:

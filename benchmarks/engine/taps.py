@@ -11,21 +11,20 @@ from unittest.mock import patch
 import numpy
 from torch import Tensor
 
-from engine.execute import runner
 from engine.execute.kernels.cpu.library import Library
+from engine.execute.logprobs import describe
 
 
 @contextmanager
 def logits_of_prompt() -> Iterator[list[Any]]:
     """The logits from which prompt tokens are told, in order: fp32 arrays [tokens][vocabulary]."""
     taken: list[Any] = []
-    describe = runner.describe
 
     def tap(logits: Tensor, *rest: Any) -> Any:
         taken.append(logits.float().numpy().astype(numpy.float32, copy=True))
         return describe(logits, *rest)
 
-    with patch.object(runner, "describe", tap):
+    with patch("engine.execute.runner.describe", tap):
         yield taken
 
 

