@@ -30,7 +30,7 @@ class Shape:
 
 
 FULL = Shape(shared=1280, user=100, result=150, turns=3, answer=32)
-QUICK = Shape(shared=512, user=40, result=60, turns=2, answer=16)
+QUICK = Shape(shared=384, user=32, result=48, turns=2, answer=12)
 
 
 def add_rows(bench: Bench) -> None:

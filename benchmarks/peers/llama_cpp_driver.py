@@ -1,7 +1,8 @@
 """Drives llama.cpp in its own environment: `… MODEL.gguf THREADS`.
 
 Each measure takes the better of its thread settings, found by a short trial. Sequences of a batch
-have caches of their own (not one unified cache, in which each would look past all others' keys).
+have caches of their own (not one unified cache, in which each would look past all others' keys);
+conversations, which share a prefix, have whichever is quicker.
 """
 
 from __future__ import annotations
@@ -97,13 +98,24 @@ class LlamaCpp:
         self._lanes = None
 
     def agents(self, shared: list[int], texts: list[list[list[int]]], answer_tokens: int) -> float:
-        conversations = Conversations(shared, texts, answer_tokens)
-        if self._talks is None:
-            own = max(sum(map(len, turns)) + len(turns) * answer_tokens for turns in texts)
-            tokens = -(-(len(shared) + own) // 256) * 256
-            self._talks = Context(self._model, len(texts), tokens, self._prompt_threads)
-        context = self._talks
-        return timed(lambda: converse(context, conversations, batch_tokens=BATCH_TOKENS))
+        """The first time with either kind of cache, and the better one stays: which that is depends
+        on how much the conversations share."""
+
+        def talk_s(context: Context) -> float:
+            conversations = Conversations(shared, texts, answer_tokens)
+            return timed(lambda: converse(context, conversations, batch_tokens=BATCH_TOKENS))
+
+        if self._talks is not None:
+            return talk_s(self._talks)
+        own = max(sum(map(len, turns)) + len(turns) * answer_tokens for turns in texts)
+        tokens, count = -(-(len(shared) + own) // 256) * 256, len(texts)
+        spent: dict[Context, float] = {}
+        for unified in (False, True):
+            context = Context(self._model, count, tokens, self._prompt_threads, unified=unified)
+            spent[context] = talk_s(context)
+        self._talks, worse = sorted(spent, key=lambda context: spent[context])
+        worse.close()
+        return spent[self._talks]
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         self._prompts.forget(0)
