@@ -135,7 +135,7 @@ class NativeDecoder:
         first = sum(not callable(entry) for entry in program.entries[: program.head_at])
         self._head = _slices(program.entries[program.head_at :], first)
         self._whole = _slices(program.entries, 0)
-        self._step = NativeStep((), page_size=self._page_size, most_last=0)
+        self._step = self._fill(())
         # One call computes all, and another thread can make it.
         self.runs_ahead = not self.fallbacks and library.threads > 1
         self._looked_at: list[int] | None = None
@@ -160,9 +160,17 @@ class NativeDecoder:
         """See models.model.Model."""
         self._library.finish()
 
+    def _fill(self, rows: Sequence[Row]) -> NativeStep:
+        return NativeStep(
+            rows,
+            page_size=self._page_size,
+            most_last=self.head_rows,
+            context_tokens=self.context_tokens,
+        )
+
     def _prepare(self, rows: Sequence[Row]) -> tuple[list[int], list[range | Fallback]]:
         """The first tokens, and what is to be run."""
-        step = NativeStep(rows, page_size=self._page_size, most_last=self.head_rows)
+        step = self._fill(rows)
         assert step.num_rows <= self.max_rows, (
             f"a step of {step.num_rows} token rows, allowed {self.max_rows} (step_tokens)"
         )

@@ -104,6 +104,55 @@ def test_opening_again_ends_the_threads_before() -> None:
     assert all_equal(sums.x, 2), "closed: on the caller's thread"
 
 
+@pytest.mark.parametrize("kernels", THREADS, indirect=True)
+@pytest.mark.parametrize("away_s", [0.0, 0.0001, 0.001])
+def test_a_started_program_is_carried_out_once_whoever_comes_first(
+    kernels: Library, away_s: float
+) -> None:
+    sums = Sums()
+    program, step = sums.program(20), Step(rows=ROWS)
+    kernels.finish()  # nothing was started
+    for _ in range(40):
+        kernels.start(program, step, 20)
+        time.sleep(away_s)
+        kernels.finish()
+    assert all_equal(sums.x, 800)
+    kernels.run(program, step)
+    assert all_equal(sums.x, 820)
+
+
+def test_a_worker_computes_while_the_caller_is_elsewhere(kernels: Library) -> None:
+    sums = Sums()
+    kernels.start(sums.program(50), Step(rows=ROWS), 30)
+    deadline = time.monotonic() + PATIENCE_S
+    while not all_equal(sums.x, 30) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert all_equal(sums.x, 30)
+    kernels.finish()
+    assert all_equal(sums.x, 30)
+
+
+@pytest.mark.parametrize("kernels", [1], indirect=True)
+def test_without_workers_a_started_program_waits_for_its_caller(kernels: Library) -> None:
+    sums = Sums()
+    program, step = sums.program(3), Step(rows=ROWS)
+    kernels.start(program, step, 3)
+    time.sleep(0.01)
+    assert all_equal(sums.x, 0)
+    kernels.finish()
+    assert all_equal(sums.x, 3)
+
+
+def test_a_program_that_was_started_outlives_the_threads() -> None:
+    loaded, sums = opened(3), Sums()
+    program, step = sums.program(200), Step(rows=ROWS)
+    for _ in range(20):
+        loaded.start(program, step, 200)
+        loaded.close()
+        loaded.finish()
+    assert all_equal(sums.x, 4000)
+
+
 def test_two_callers_do_not_mix_their_jobs(kernels: Library) -> None:
     """Not meant to happen; whoever comes second goes alone."""
     both = [Sums(), Sums()]

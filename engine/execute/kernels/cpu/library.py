@@ -244,6 +244,7 @@ class Library:
         self.functions = functions
         self.tier = tier
         self.threads = threads
+        self._started: tuple[object, Step] | None = None  # kept alive
         self.distrusted = distrusted  # better tiers that this CPU has, but that compute wrongly
 
     def run(
@@ -262,14 +263,17 @@ class Library:
         self.functions.kagari_run(first, count, ctypes.byref(step))
 
     def start(self, ops: Program | ctypes.Array[Op], step: Step, count: int) -> None:
-        """Lets another thread carry out the first ops; both must stay as they are until finish."""
+        """Lets another thread carry out the first ops; what they read must stay until finish."""
         array = ops.ops if isinstance(ops, Program) else ops
-        assert count <= len(array), "within the program"
+        assert 0 <= count <= len(array), "within the program"
+        assert self._started is None, "one program at a time"
+        self._started = ops, step
         self.functions.kagari_start(ctypes.addressof(array), count, ctypes.byref(step))
 
     def finish(self) -> None:
         """Helps with what was started, until it is done; at once if nothing was."""
         self.functions.kagari_finish()
+        self._started = None
 
     def stats(self) -> PoolStats:
         counts = (c_int64 * 4)()
