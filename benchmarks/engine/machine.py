@@ -24,6 +24,14 @@ class Machine:
     int8_per_s: float
     float_per_s: float  # fp32 or bf16, whichever is quicker here
 
+    def or_better(self, again: Machine) -> Machine:
+        """Of two measures: neighbours can only have made a rate lower than it is."""
+        return Machine(
+            max(self.bytes_per_s, again.bytes_per_s),
+            max(self.int8_per_s, again.int8_per_s),
+            max(self.float_per_s, again.float_per_s),
+        )
+
     def __str__(self) -> str:
         return (
             f"{self.bytes_per_s / 1e9:.0f} GB/s read, {self.int8_per_s / 1e9:.0f} GOP/s int8, "

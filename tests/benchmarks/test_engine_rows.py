@@ -186,3 +186,8 @@ def test_a_floor_is_bytes_or_operations_whichever_takes_longer() -> None:
         assert floor == pytest.approx(linear + attention)
     shared = floor_s(WEIGHTS, quick, "exact", batch=2, new=1, context=64, shared=60)
     assert shared == pytest.approx((1000 + facts.num_layers * 68 * kv_width * 4) / 1e9)
+
+
+def test_a_neighbour_can_only_lower_what_a_machine_seems_to_do() -> None:
+    disturbed = Machine(bytes_per_s=5e8, int8_per_s=4e9, float_per_s=1e9)
+    assert MACHINE.or_better(disturbed) == Machine(1e9, 4e9, 1e9)
