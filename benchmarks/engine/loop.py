@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from unittest.mock import patch
 
 from engine.config import DEFAULT_STEP_TOKENS, ScheduleConfig
 from engine.execute.runner import ModelRunner
@@ -38,10 +39,15 @@ class EngineLoop:
         """Whether a step is planned while the one before it computes. Not while one computes."""
         self._stepper = Stepper(self._scheduler, self.runner, overlap=is_on, clock=time.monotonic)
 
-    def rest(self) -> None:
-        """Lets the step under way come to its end."""
-        while self._stepper.is_computing:
-            self.step()
+    def last_step(self) -> dict[int, tuple[int, ...]]:
+        """As step, but no other is under way afterwards: the cores are free for someone else."""
+        with patch.object(self._scheduler, "plan_ahead", return_value=None):
+            return self.step()
+
+    def settle(self) -> None:
+        """Takes the result of a step that is under way."""
+        if self._stepper.is_computing:
+            self.last_step()
 
     def submit(
         self,
@@ -76,4 +82,4 @@ class EngineLoop:
         for sequence_id in sequence_ids:
             self._scheduler.abort(sequence_id, time.monotonic())
             self.runner.end(sequence_id)
-        self.rest()
+        self.settle()

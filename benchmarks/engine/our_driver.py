@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy
@@ -57,11 +59,16 @@ class Ours:
         return timed(lambda: self._loop.until_all_speak({self._loop.submit(self._kept, 1)}))
 
     def start_decoding(self, prompts: list[list[int]]) -> None:
+        self._speak(prompts)
+        self._loop.settle()
+
+    def _speak(self, prompts: list[list[int]]) -> None:
         self._decoding = {self._loop.submit(prompt, ENDLESS) for prompt in prompts}
         self._loop.until_all_speak(self._decoding)
 
     def steps(self, count: int) -> list[float]:
-        return [timed(self._loop.step) for _ in range(count)]
+        took = [timed(self._loop.step) for _ in range(count - 1)]
+        return [*took, timed(self._loop.last_step)]
 
     def stop_decoding(self) -> None:
         self._loop.abort(self._decoding)
@@ -69,7 +76,7 @@ class Ours:
 
     def first_tokens(self, prompts: list[list[int]]) -> float:
         """Requests of one lane each, at once: until each has its first token."""
-        took = timed(lambda: self.start_decoding(prompts))
+        took = timed(lambda: self._speak(prompts))
         self.stop_decoding()
         return took
 
@@ -128,26 +135,24 @@ class Ours:
 
     def kernel_shares(self, count: int) -> list[tuple[float, float]] | None:
         """(seconds, those in kernels) of steps, one after the other; None: no compiled kernels."""
-        self._overlap(False)
-        with taps.seconds_in_kernels() as spent:
-            shares: list[tuple[float, float]] = []
+        shares: list[tuple[float, float]] = []
+        with self._without_overlap(), taps.seconds_in_kernels() as spent:
             for _ in range(count):
                 spent.clear()
                 whole = timed(self._loop.step)
                 shares.append((whole, sum(spent)))
-        self._overlap(True)
         return shares if any(kernels for _, kernels in shares) else None
 
     def steps_without_overlap(self, count: int) -> list[float]:
-        self._overlap(False)
-        took = self.steps(count)
-        self._overlap(True)
-        return took
+        with self._without_overlap():
+            return self.steps(count)
 
-    def _overlap(self, is_on: bool) -> None:
-        self._loop.rest()
-        self._loop.overlap(is_on)
-        self._loop.step()  # the first has nothing under way before it
+    @contextmanager
+    def _without_overlap(self) -> Iterator[None]:
+        self._loop.last_step()
+        self._loop.overlap(False)
+        yield
+        self._loop.overlap(True)
 
     def prepare_mixed(self, prompts: list[list[int]], chunk: list[int]) -> None:
         """Sequences that decode from the end of their prompts, and a chunk of another's prompt.
