@@ -131,10 +131,14 @@ def test_another_compiler_or_source_compiles_anew(
     first = build.library_file()
     fake_compiler(version="2")
     second = build.library_file()
-    changed = tmp_path / "kernels.cpp"
-    changed.write_text("// another")
-    monkeypatch.setattr(build, "SOURCE", changed)
-    assert len({first, second, build.library_file()}) == 3
+    paths = {first, second}
+    shutil.copytree(build.SOURCES, changed := tmp_path / "changed")
+    monkeypatch.setattr(build, "SOURCES", changed)
+    for source in {file for file, *_ in build.UNITS.values()} | {"abi.h"}:
+        with (changed / source).open("a") as file:
+            file.write("// another")
+        paths.add(build.library_file())
+    assert len(paths) == 6
 
 
 def damage_by_truncating(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Compiles kernels.cpp once and keeps the result in the cache folder, whole or not at all."""
+"""Compiles the kernels once and keeps the result in the cache folder, whole or not at all."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCES = Path(__file__).parent
 FLAGS = (
     *("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden"),
     *("-fno-exceptions", "-fno-rtti", "-pthread", "-Wall", "-Wextra", "-Wno-psabi"),
 )
 # Never -march=native: the file serves whichever CPU loads it, by the tiers that CPU has.
 UNITS = {
-    "host": (),
-    "scalar": ("-DKAGARI_TIER=0",),
-    "avx2": ("-DKAGARI_TIER=1", "-mavx2", "-mfma", "-mf16c"),
-    "avx512": ("-DKAGARI_TIER=2", "-march=x86-64-v4", "-mavx512vnni"),
+    "host": ("host.cpp",),
+    "pack": ("pack.cpp",),
+    "scalar": ("kernels.cpp", "-DKAGARI_TIER=0"),
+    "avx2": ("kernels.cpp", "-DKAGARI_TIER=1", "-mavx2", "-mfma", "-mf16c"),
+    "avx512": ("kernels.cpp", "-DKAGARI_TIER=2", "-march=x86-64-v4", "-mavx512vnni"),
 }
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,--as-needed")
 BUILD_S = 120.0  # for everything: waiting for another builder, compiling, linking
@@ -69,7 +70,8 @@ def find_compiler() -> Compiler | None:
 
 def source_key() -> str:
     """Changes with whatever changes the result, apart from the compiler's version."""
-    told = (SOURCE.read_text(), FLAGS, UNITS, LINK_FLAGS, platform.machine(), platform.libc_ver())
+    sources = [path.read_text() for path in sorted(SOURCES.glob("*.[ch]*"))]
+    told = (sources, FLAGS, UNITS, LINK_FLAGS, platform.machine(), platform.libc_ver())
     return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
 
 
@@ -134,8 +136,9 @@ def compile_library(
 
     def compile_unit(name: str) -> str:
         unit = str(to.with_name(f"{name}.o"))
-        flags = (*FLAGS, *UNITS[name], *extra)
-        _run([*compiler.command, *flags, "-c", str(SOURCE), "-o", unit], deadline=deadline)
+        source, *flags = UNITS[name]
+        command = [*compiler.command, *FLAGS, *flags, *extra, "-c", str(SOURCES / source)]
+        _run([*command, "-o", unit], deadline=deadline)
         return unit
 
     with ThreadPoolExecutor(2) as pool:

@@ -20,7 +20,7 @@ TIER_VARIABLE = "KAGARI_CPU_TIER"
 
 
 class Kind(IntEnum):
-    """Of an Op, by the type of its args; the order is kernels.cpp's."""
+    """Of an Op, by the type of its args; the order is abi.h's."""
 
     EMBED = 0
     NORM = 1
@@ -31,7 +31,7 @@ class Kind(IntEnum):
     BEST = 6
 
 
-# Mirrors of the structs in kernels.cpp, where their fields are explained. Arrays are addresses
+# Mirrors of the structs in abi.h, where their fields are explained. Arrays are addresses
 # (c_void_p): whoever fills a struct keeps what it points to.
 
 
@@ -188,7 +188,7 @@ STRUCTS = (
 )
 Args = Embed | Norm | Gemm | Rope | Attend | Gate | Best
 
-# Name → result, arguments. Arrays are addresses; see kernels.cpp.
+# Name → result, arguments. Arrays are addresses; see host.cpp and pack.cpp.
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "kagari_open": (c_int32, [c_int32, c_int32]),
     "kagari_close": (None, []),
@@ -352,5 +352,5 @@ def open_file(path: Path) -> ctypes.CDLL:
         function.restype, function.argtypes = result, arguments
     for index, struct in enumerate(STRUCTS):
         size = functions.kagari_sizeof(index)
-        assert size == ctypes.sizeof(struct), f"{struct.__name__} has {size} bytes in kernels.cpp"
+        assert size == ctypes.sizeof(struct), f"{struct.__name__} has {size} bytes in abi.h"
     return functions
