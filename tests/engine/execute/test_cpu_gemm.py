@@ -56,6 +56,14 @@ def random_blocks(name: str, n: int, k: int) -> Tensor:
     return data.view(n, -1)
 
 
+def room_for(kernels: Library, packed: Packed) -> Tensor:
+    """Full of ones: packing must write every byte."""
+    size = kernels.functions.kagari_packed_bytes(ctypes.byref(packed))
+    data = torch.full((size,), 255, dtype=torch.uint8)
+    packed.data = data.data_ptr()
+    return data
+
+
 @dataclass
 class Weights:
     """Packed rows beside what they mean."""
@@ -70,19 +78,13 @@ class Weights:
     ) -> "Weights":
         code, form = FORMATS[name]
         rows = random_blocks(name, n, k)
-        numbers = [ctypes.c_int32() for _ in range(4)]
-        assert kernels.functions.kagari_ggml_form(code, *map(ctypes.byref, numbers)) == 0
-        bits, block, wide, has_min = (number.value for number in numbers)
-        size = kernels.functions.kagari_packed_bytes(n, k, bits, block, wide, has_min)
-        data = torch.full((size,), 255, dtype=torch.uint8)
+        packed = Packed()
+        assert kernels.functions.kagari_ggml_form(code, n, k, ctypes.byref(packed)) == 0
+        data = room_for(kernels, packed)
         picked = None if order is None else order.data_ptr()
-        done = kernels.functions.kagari_pack_ggml(
-            code, rows.data_ptr(), n, k, picked, data.data_ptr()
-        )
-        assert done == 0
+        kernels.functions.kagari_pack_ggml(code, rows.data_ptr(), n, picked, ctypes.byref(packed))
         exact = ggml_blocks.unpack(form, rows.view(-1)).view(n, k)
         exact = exact if order is None else exact[order.long()]
-        packed = Packed(data.data_ptr(), -(-n // 16) * 16, k, bits, block, wide, has_min)
         return Weights(packed, exact, data)
 
 
@@ -198,10 +200,10 @@ def test_rows_are_packed_in_the_order_given(kernels: Library) -> None:
 
 
 def test_unknown_types_and_broken_blocks_are_refused(kernels: Library) -> None:
-    pack = kernels.functions.kagari_pack_ggml
-    assert pack(10, None, 16, 256, None, None) == -1  # q2_K
-    assert pack(12, None, 16, 128, None, None) == -1  # half a block
-    assert kernels.functions.kagari_ggml_form(10, *[None] * 4) == -1
+    form, packed = kernels.functions.kagari_ggml_form, ctypes.byref(Packed())
+    assert form(12, 16, 256, packed) == 0  # q4_K
+    assert form(10, 16, 256, packed) == -1  # q2_K
+    assert form(12, 16, 128, packed) == -1  # half a block
 
 
 @pytest.mark.parametrize(("bits", "block", "wide", "has_min"), [
@@ -217,20 +219,18 @@ def test_any_integers_are_packed_and_multiplied(
     minima = torch.randn(n, k // block)
     if not wide:
         scales, minima = scales.half().float(), minima.half().float()
-    size = kernels.functions.kagari_packed_bytes(n, k, bits, block, wide, has_min)
-    data = torch.full((size,), 255, dtype=torch.uint8)
-    described = Packed(None, n, k, bits, block, wide, has_min)
+    packed = Packed(None, 32, k, bits, block, wide, has_min)
+    data = room_for(kernels, packed)
     kernels.functions.kagari_pack(
         quants.data_ptr(),
         scales.data_ptr(),
         minima.data_ptr() if has_min else None,
-        ctypes.byref(described),
-        data.data_ptr(),
+        n,
+        ctypes.byref(packed),
     )
     exact = quants * scales.repeat_interleave(block, 1)
     if has_min:
         exact = exact + minima.repeat_interleave(block, 1)
-    packed = Packed(data.data_ptr(), 32, k, bits, block, wide, has_min)
     weights = Weights(packed, exact, data)
     everything = torch.arange(n, dtype=torch.int32)
     assert torch.equal(embedded(kernels, weights, everything), exact)

@@ -13,7 +13,7 @@ constexpr int KEY_TILE = 64, KEY_SEGMENT = 256;  // attention: softmax's steps, 
 enum Kind : int32_t { EMBED, NORM, GEMM, ROPE, ATTEND, GATE, BEST };  // of an Op, by its args' type
 
 struct Packed {  // [n][k] weights: per 16 outputs and 32 inputs one run of quants, scales, minima
-  const uint8_t* data;
+  uint8_t* data;
   int32_t n, k;         // as stored: n rounded up to 16, k a multiple of 32
   int32_t bits, block;  // 4 or 8 bits a quant; 16 or 32 inputs a scale
   int32_t wide;         // scales and minima are fp32, else fp16
@@ -119,8 +119,8 @@ struct Tier { const char* name; RunOp run[7]; };  // by Kind
 extern "C" const Tier kagari_tier_0, kagari_tier_1, kagari_tier_2;
 
 // Calls body(context, begin, end) over [0, count) in runs of `grain`, on all threads of the pool.
-extern "C" void kagari_parallel(int64_t count, int64_t grain,
-                                void (*body)(void*, int64_t, int64_t), void* context);
+using RunRange = void (*)(void* context, int64_t begin, int64_t end);
+extern "C" void kagari_parallel(int64_t count, int64_t grain, RunRange body, void* context);
 
 template <class Body>
 static inline void parallel(int64_t count, int64_t grain, const Body& body) {
