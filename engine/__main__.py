@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import socket
@@ -17,6 +18,7 @@ import msgspec
 
 from engine import config as settings
 from engine.config import ConfigError, EngineConfig, ModelSpec, ScheduleConfig
+from engine.cores import own_cores
 from engine.engine import Engine
 from engine.framing import AGENT_CHANNEL
 from engine.process import Connection, run
@@ -24,6 +26,7 @@ from engine.schedule.plan import Runner
 from engine.schedule.scheduler import Scheduler
 from policies.contract import wire
 from policies.contract.bundle import Bundle, decode_bundle
+from policies.contract.page_keys import interchangeable_id
 
 # OpenMP threads that wait spin this many rounds before they sleep. Measured in docs/decisions.md:
 # endless spinning starves neighbours on shared cores, sleeping at once halves decode.
@@ -74,7 +77,7 @@ def serve(config: EngineConfig, sock: socket.socket) -> int:
     info = wire.EngineInfo(
         engine=config.engine_index,
         model=config.spec.name,
-        identity=config.spec.identity,
+        identity=interchangeable_id(config.spec.identity, config.compute),
         context_tokens=schedule.context_tokens,
         page_size=config.spec.page_size,
         num_pages=config.num_pages,
@@ -170,9 +173,14 @@ def _load_model(config: EngineConfig) -> Loaded:
     from engine.warmup import measure_prefill, work_clock
 
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch loads OpenMP
-    # Late, because it imports torch: a scripted engine starts without it.
+    # Late, because it imports torch: a scripted engine starts without it. What an import makes
+    # stays: the collector need not walk it, now again and again, later in the middle of a step.
+    gc.disable()
     module = importlib.import_module("engine.execute.runner")
     weights = importlib.import_module("engine.execute.weights")
+    gc.freeze()
+    gc.enable()
+    threads = config.threads or own_cores().usable
     runner_config = module.RunnerConfig(
         num_pages=config.num_pages,
         page_size=config.spec.page_size,
@@ -180,17 +188,19 @@ def _load_model(config: EngineConfig) -> Loaded:
         kv_dtype=config.kv_dtype,
         compute=config.compute,
         device=config.device,
-        threads=config.threads,
+        threads=threads,
         step_tokens=config.step_tokens,
     )
     try:
         runner = module.load_runner(config.spec, runner_config, _report_progress)
     except weights.CheckpointError as error:
         raise CannotLoad(str(error)) from error
+    why_torch = importlib.import_module("engine.execute.kernels.cpu.library").why_absent()
+    if why_torch is not None:
+        sys.stderr.write(f"engine: torch computes every op, which is slower: {why_torch}\n")
     _report_progress("measure", 0.0)
     schedule = _schedule_config(config, runner.context_tokens, None)
     is_cpu = module.choose_device(config.device).type == "cpu"
-    threads = config.threads or len(os.sched_getaffinity(0))
     clock = work_clock(threads) if is_cpu else time.monotonic
     rate = measure_prefill(runner, schedule, clock)
     _report_progress("measure", 1.0)
@@ -235,10 +245,10 @@ def _parser() -> argparse.ArgumentParser:
     flags.add_argument("--engine-index", type=int, required=True, help="index on this node")
     flags.add_argument("--dtype", choices=get_args(settings.DType), default="auto")
     flags.add_argument("--kv-dtype", choices=get_args(settings.DType), default="auto")
-    flags.add_argument("--compute", choices=get_args(settings.Compute), default="exact")
+    flags.add_argument("--compute", default="exact", help="exact or fast")
     flags.add_argument("--device", choices=get_args(settings.Device), default="auto")
     flags.add_argument("--kv-device-tokens", type=int, default=settings.DEFAULT_KV_DEVICE_TOKENS)
-    flags.add_argument("--threads", type=int, help="of torch; default: by the cores there are")
+    flags.add_argument("--threads", type=int, help="default: by the cores there are")
     flags.add_argument("--step-tokens", type=int, default=settings.DEFAULT_STEP_TOKENS)
     flags.add_argument("--max-running", type=int, default=settings.DEFAULT_MAX_RUNNING)
     flags.add_argument(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from msgspec import Struct
 
+from policies.contract.wire import Compute
+
 DType = Literal["auto", "bf16", "fp32"]
 Device = Literal["auto", "cpu", "cuda"]
-Compute = Literal["exact"]
 Overlap = Literal["on", "off"]
 
 DEFAULT_KV_DEVICE_TOKENS = 65_536
@@ -82,6 +83,13 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     bundle: str | None = None
 
     def __post_init__(self) -> None:
+        if self.compute not in get_args(Compute):
+            raise ConfigError(
+                "--compute",
+                found=self.compute,
+                allowed=" or ".join(get_args(Compute)),
+                remedy="leave it out for exact: the same tokens whatever runs beside them",
+            )
         if self.kv_device_tokens < 2 * self.spec.page_size:
             raise ConfigError(
                 "--kv-device-tokens",

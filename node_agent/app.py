@@ -16,6 +16,7 @@ import msgspec
 import structlog
 
 from engine.config import ModelSpec
+from engine.cores import own_cores
 from node_agent.catalogue import load_catalogue
 from node_agent.checkpoints import PreparedModel, ensure, models_folder, prepare, resolve
 from node_agent.config import NodeConfig
@@ -28,6 +29,7 @@ from node_agent.node import Node
 from node_agent.stages import Emit, EngineStages, StageLines, stage
 from node_agent.supervisor import EngineSupervisor, EngineTiming, engine_command
 from policies.contract.bundle import bundle_digest, decode_bundle, tokenizer_digest
+from policies.cores import threads_each
 
 REPORT_S = 1.0
 PARENT_S = 0.5
@@ -133,7 +135,7 @@ def compose(
         on_engine_up=stages.on_up,
         on_engine_loading=stages.on_loading,
     )
-    threads = config.threads or threads_each(len(models))
+    threads = config.threads or threads_each(own_cores(), len(models))
     engines = [
         EngineSupervisor(
             index,
@@ -157,11 +159,6 @@ def compose(
     ]
     node.engines, node.links = engines, links
     return node, engines, links
-
-
-def threads_each(num_engines: int) -> int:
-    """Engines on one machine share its cores."""
-    return max(1, len(os.sched_getaffinity(0)) // num_engines)
 
 
 def engine_arguments(

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from msgspec import Struct
 
 from node_agent.errors import NodeError
-from policies.contract.wire import Role
+from policies.contract.wire import Compute, Role
 
 LINK_PATH = "/link/v1"
 MAX_LINKS = 32  # gateways of one node; channels of the engine socket are 1 … 254
@@ -87,6 +87,13 @@ def parse_config(argv: Sequence[str]) -> NodeConfig:
             found="a bundle without --script",
             allowed="only together with --script",
             remedy="leave --bundle away: a model brings its own",
+        )
+    if options.compute not in (None, *get_args(Compute)):
+        raise NodeError(
+            "--compute",
+            found=repr(options.compute),
+            allowed=" or ".join(get_args(Compute)),
+            remedy="leave --compute away for exact: the same tokens whatever runs beside them",
         )
     _require_range("--threads", options.threads, 1, 1024)
     _require_range("--drain-s", options.drain_s, 0, 3600)

@@ -211,6 +211,7 @@ class Node:
             self._role,
             infos,
             SOFTWARE,
+            tuple(self._bundles),
         )
 
     def on_open(self, link: GatewayLink, welcome: Welcome) -> None:

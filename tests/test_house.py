@@ -12,8 +12,10 @@ from pathlib import Path
 import msgspec
 from typer.main import get_command
 
+from engine.config import EngineConfig
 from gateway.cli.main import app
 from gateway.config import load
+from node_agent.config import ENGINE_FLAGS
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("policies", "engine", "node_agent", "gateway")
@@ -147,6 +149,15 @@ def test_every_setting_is_in_the_docs_with_its_default() -> None:
         for name, value, _ in load(environment={}).rows()
     }
     assert told == real
+
+
+def test_every_engine_flag_is_in_the_docs_with_its_default() -> None:
+    page = (ROOT / "docs/configuration.md").read_text()
+    told = dict(re.findall(r"^\| `(--[a-z-]+)` \| (.+?) \| .+ \|$", page, re.MULTILINE))
+    assert told.pop("--threads") == "cores ÷ engines"
+    names = {field.name: field.default for field in msgspec.structs.fields(EngineConfig)}
+    flags = {flag: names[flag[2:].replace("-", "_")] for flag in ENGINE_FLAGS}
+    assert told == {flag: f"`{default}`" for flag, default in flags.items()}
 
 
 def test_files_and_links_in_the_docs_exist() -> None:

@@ -1,4 +1,4 @@
-"""What this machine's memory and multipliers allow, and who else keeps its cores busy."""
+"""What this machine's memory and multipliers can do, and who else keeps its cores busy."""
 
 from __future__ import annotations
 
@@ -7,42 +7,69 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import linear
 
 from benchmarks.children import busy_s
 from benchmarks.peers.driver import timed
-from engine.execute.weights import ModelConfig
+
+TRIALS = 20  # short and often, to slip between neighbours
+SIDE = 1024  # of square matrices: enough work to reach the multipliers' rate, still in cache
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
+    """Rates of all threads together; a product and its sum are two operations."""
+
     bytes_per_s: float
-    flops: float
+    int8_per_s: float
+    float_per_s: float  # fp32 or bf16, whichever is quicker here
+
+    def or_better(self, again: Machine) -> Machine:
+        """Of two measures: neighbours can only have made a rate lower than it is."""
+        return Machine(
+            max(self.bytes_per_s, again.bytes_per_s),
+            max(self.int8_per_s, again.int8_per_s),
+            max(self.float_per_s, again.float_per_s),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.bytes_per_s / 1e9:.0f} GB/s read, {self.int8_per_s / 1e9:.0f} GOP/s int8, "
+            f"{self.float_per_s / 1e9:.0f} GFLOP/s"
+        )
 
 
-def measure_machine() -> Machine:
-    block = torch.ones(32 << 20)
-    square = torch.randn(1024, 1024).to(torch.bfloat16)
+def measure_machine(read_bytes: int) -> Machine:
+    """read_bytes: as many as a step reads, so that a cache helps the floor as it helps a step."""
+    block = torch.ones(max(read_bytes, 1 << 20) // 4)
+    single = torch.randn(SIDE, SIDE)
+    half = single.to(torch.bfloat16)
+    whole = torch.randint(-127, 127, (SIDE, SIDE), dtype=torch.int8)
 
     def best(work: Callable[[], object]) -> float:
-        return min(timed(work) for _ in range(20))  # short and often, to slip between neighbours
+        return min(timed(work) for _ in range(TRIALS))
 
+    operations = 2 * SIDE**3
     return Machine(
         bytes_per_s=block.numel() * 4 / best(block.sum),
-        flops=2 * 1024**3 / best(lambda: square @ square),
+        int8_per_s=operations / best(lambda: torch._int_mm(whole, whole)),
+        float_per_s=operations / min(best(lambda: single @ single), best(lambda: half @ half)),
     )
 
 
-def floor_s(facts: ModelConfig, machine: Machine, *, batch: int, new: int, context: int) -> float:
-    """The larger of bytes ÷ bandwidth and operations ÷ rate for one step."""
-    width = facts.num_heads * facts.head_dim
-    kv_width = facts.num_kv_heads * facts.head_dim
-    layer = facts.hidden_size * (2 * width + 2 * kv_width + 3 * facts.ffn_size)
-    weights = facts.num_layers * layer
-    head = facts.vocab_size * facts.hidden_size
-    seen = context * new - new * (new - 1) // 2  # keys over all new tokens of a sequence
-    operations = 2 * batch * (new * weights + head + 2 * facts.num_layers * seen * width)
-    stored = 2 * weights + 4 * head + batch * facts.num_layers * context * kv_width * 2 * 2
-    return max(stored / machine.bytes_per_s, operations / machine.flops)
+def quicker_precision(hidden: int, ffn: int) -> str:
+    """ "bf16" or "fp32": in which a prompt and its answer take less, by products of this shape."""
+
+    def least_s(dtype: torch.dtype, rows: int) -> float:
+        weight, inputs = torch.randn(ffn, hidden).to(dtype), torch.randn(rows, hidden).to(dtype)
+        return min(timed(lambda: linear(inputs, weight)) for _ in range(TRIALS))
+
+    rows = 256
+    spent = {
+        name: least_s(dtype, rows) + rows * least_s(dtype, 1)
+        for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
+    }
+    return min(spent, key=lambda name: spent[name])
 
 
 class Neighbours:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from benchmarks.peers import tcmalloc
 from benchmarks.peers.catalogue import (
     BY_NAME,
     CATALOGUE,
@@ -169,6 +170,14 @@ def alone(folder: Path, name: str) -> Iterator[None]:
         yield
 
 
+def _lacks_tcmalloc(peer: Peer, home: Path) -> bool:
+    """Brings what its driver preloads; says why where it cannot: the peer runs, only slower."""
+    why = tcmalloc.bring(home) if peer.wants_tcmalloc else None
+    if why is not None:
+        print(f"{peer.label}: {why}", file=sys.stderr, flush=True)
+    return why is not None
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Install the peers that benchmarks compare with.")
     parser.add_argument(
@@ -188,6 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
             match find(peer.name, folder):
                 case Present(_, home):
                     print(f"{peer.label} ({home})", flush=True)
+                    refused += _lacks_tcmalloc(peer, home)
                     continue
                 case Absent():
                     log = folder / f"{peer.name}.log"
@@ -196,6 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
         if refusal is None:
             took = time.monotonic() - began
             print(f"{peer.label} ({folder / peer.name}), {took:.0f} s", flush=True)
+            refused += _lacks_tcmalloc(peer, folder / peer.name)
         else:
             refused += 1
             print(refusal, file=sys.stderr, flush=True)

@@ -31,6 +31,7 @@ class Peer:
     tools: tuple[str, ...] = ()  # programs that the build calls
     packages: str = ""  # Debian's names of them
     disk_gb: float = 0.5
+    wants_tcmalloc: bool = False  # preloaded; no part of what is installed
 
     @property
     def recipe(self) -> str:
@@ -91,6 +92,7 @@ CATALOGUE = (
         tools=("g++",),  # torch compiles its kernels when vLLM starts
         packages="g++",
         disk_gb=6.0,
+        wants_tcmalloc=True,
     ),
 )
 BY_NAME = {peer.name: peer for peer in CATALOGUE}

@@ -1,4 +1,4 @@
-"""A peer's engine in a process of its own, asked over its stdin, each answer with a deadline."""
+"""An engine in a process of its own, asked over its stdin, each answer with a deadline."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ import json
 import os
 import select
 import subprocess
-from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.children import cpu_s, end_with_parent, stop
-from benchmarks.peers.catalogue import Present
 
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 300.0  # vLLM compiles its first graph meanwhile
-CALL_LIMIT_S = 180.0
+CALL_LIMIT_S = 300.0  # of a busy machine
 STOP_PATIENCE_S = 15.0
 
 
@@ -26,14 +24,21 @@ class PeerLost(Exception):
     """It died, was late or told of a fault: no row of it counts any more."""
 
 
-class DrivenPeer:
+class Spent(NamedTuple):
+    """What a piece of work took, by the wall's clock and of all cores together."""
+
+    s: float
+    cpu_s: float
+
+
+class DrivenEngine:
     """Started by its first line; close it in any case."""
 
     def __init__(
         self, command: list[str], environment: Mapping[str, str], log: Path, *, limit_s: float
     ) -> None:
         self._log = log
-        # How our threads wait is no setting of theirs.
+        # How threads wait is each engine's own setting.
         inherited = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
@@ -47,12 +52,15 @@ class DrivenPeer:
                 preexec_fn=end_with_parent,
             )
         try:
-            self.about = str(self._answer(limit_s))
+            self.about = str(self._answer(limit_s)["result"])
         except BaseException:
             self.close()
             raise
 
     def call(self, name: str, *arguments: Any) -> Any:
+        return self._ask(name, *arguments)["result"]
+
+    def _ask(self, name: str, *arguments: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
         try:
             request = json.dumps({"call": name, "arguments": arguments})
@@ -62,17 +70,17 @@ class DrivenPeer:
             raise PeerLost(self._last_words()) from None
         return self._answer(CALL_LIMIT_S)
 
-    def _answer(self, limit_s: float) -> Any:
+    def _answer(self, limit_s: float) -> dict[str, Any]:
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], limit_s)[0]:
             raise PeerLost(f"no answer within {limit_s:.0f} s")
         line = self._process.stdout.readline()
         if not line:
             raise PeerLost(self._last_words())
-        answer = json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
         if "fault" in answer:
             raise PeerLost(answer["fault"])
-        return answer["result"]
+        return answer
 
     def _last_words(self) -> str:
         try:
@@ -84,6 +92,7 @@ class DrivenPeer:
         return f"{ended}{'; ' + lines[-1][:200] if lines else ''}"
 
     def cpu_s(self) -> float:
+        """So far, as this machine's clock ticks tell it."""
         return cpu_s(self._process.pid)
 
     def close(self) -> None:
@@ -95,55 +104,37 @@ class DrivenPeer:
 
     # --- what a row asks --------------------------------------------------------------------------
 
-    def first_token_s(self, prompt: array[int]) -> float:
-        return float(self.call("first_token", prompt.tolist()))
+    def spend(self, name: str, *arguments: Any) -> Spent:
+        """A call that answers with its seconds."""
+        answer = self._ask(name, *arguments)
+        return Spent(float(answer["result"]), float(answer["cpu_s"]))
 
-    def start_decoding(self, batch: int, prompt: Callable[[], array[int]]) -> None:
-        self.call("start_decoding", [prompt().tolist() for _ in range(batch)])
+    def first_token(self, prompt: list[int]) -> Spent:
+        return self.spend("first_token", prompt)
 
-    def step_s(self, steps: int) -> float:
-        return float(median(self.call("steps", steps)))
+    def warm_first_token(self) -> Spent:
+        return self.spend("warm_first_token")
+
+    def start_decoding(self, prompts: list[list[int]]) -> None:
+        self.call("start_decoding", prompts)
+
+    def step(self, count: int) -> Spent:
+        """The median of so many steps, and their mean CPU time."""
+        answer = self._ask("steps", count)
+        return Spent(float(median(answer["result"])), float(answer["cpu_s"]) / count)
 
     def stop_decoding(self) -> None:
         self.call("stop_decoding")
 
-    def keep(self, prompt: array[int]) -> None:
-        self.call("keep", prompt.tolist())
-
-    def warm_first_token_s(self) -> float:
-        return float(self.call("warm_first_token"))
+    def agents(self, shared: list[int], texts: list[list[list[int]]], answer_tokens: int) -> Spent:
+        return self.spend("agents", shared, texts, answer_tokens)
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         return [int(token) for token in self.call("greedy", prompt, count)]
 
+    def logits(self, tokens: list[int], path: Path) -> None:
+        self.call("logits", tokens, str(path))
 
-def start_llama_cpp(found: Present, model: Path, threads: int, log: Path) -> DrivenPeer:
-    """model: the GGUF file as it is."""
-    command = [str(found.python), "-m", "benchmarks.peers.llama_cpp_driver"]
-    return DrivenPeer([*command, str(model), str(threads)], {}, log, limit_s=START_LIMIT_S)
-
-
-def start_vllm(found: Present, model: Path, threads: int, log: Path) -> DrivenPeer:
-    """model: a folder in Hugging Face's form. Compiled, or eager where that does not start."""
-    # vLLM preloads these for its worker processes; here the engine is in the process itself.
-    preloaded = [
-        *sorted(Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4")),
-        *found.folder.glob("lib/python3*/site-packages/torch/lib/libgomp*"),
-    ]
-    cores = sorted(os.sched_getaffinity(0))[:threads]
-    environment = {
-        "LD_PRELOAD": ":".join(str(path) for path in preloaded),
-        "OMP_NUM_THREADS": str(len(cores)),
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in cores),
-        "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB: 90,000 tokens of this model
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    command = [str(found.python), "-m", "benchmarks.peers.vllm_driver", str(model)]
-    try:
-        return DrivenPeer(command, environment, log, limit_s=START_LIMIT_S)
-    except PeerLost:
-        return DrivenPeer([*command, "eager"], environment, log, limit_s=START_LIMIT_S)
+    def memory(self) -> dict[str, float]:
+        memory: dict[str, float] = self.call("memory")
+        return memory

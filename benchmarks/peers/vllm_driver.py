@@ -1,4 +1,4 @@
-"""Drives vLLM's engine on the CPU, in its own process and environment: `… MODEL_FOLDER`.
+"""Drives vLLM's engine on the CPU in its own environment: `… FOLDER bfloat16|float32 [eager]`.
 
 Without its server and its second process: one call of `step` is one step, so that rows compare
 engines. Its prefix cache is on, as it is by default.
@@ -12,6 +12,7 @@ import sys
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.inputs import TokensPrompt
 
+from benchmarks.peers.conversations import Conversations
 from benchmarks.peers.driver import Driven, serve, timed
 
 CONTEXT_TOKENS = 4096
@@ -21,11 +22,11 @@ ENDLESS = 1024
 
 
 class Vllm:
-    def __init__(self, folder: str, *, eager: bool) -> None:
+    def __init__(self, folder: str, dtype: str, *, eager: bool) -> None:
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=folder,
-                dtype="bfloat16",
+                dtype=dtype,
                 skip_tokenizer_init=True,
                 max_model_len=CONTEXT_TOKENS,
                 max_num_batched_tokens=BATCH_TOKENS,
@@ -34,13 +35,13 @@ class Vllm:
                 disable_log_stats=True,
             )
         )
-        self._eager = eager
+        self._about = f"{dtype}, {'eager' if eager else 'compiled'}"
         self._numbers = itertools.count()
         self._decoding: list[str] = []
         self._kept: list[int] = []
 
     def about(self) -> str:
-        return "bf16, " + ("eager" if self._eager else "compiled")
+        return self._about
 
     def _add(self, prompt: list[int], max_tokens: int) -> str:
         name = str(next(self._numbers))
@@ -59,7 +60,11 @@ class Vllm:
         return tokens
 
     def first_token(self, prompt: list[int]) -> float:
-        return timed(lambda: self._until_finished(prompt, 1))
+        self._kept = prompt
+        return self.warm_first_token()
+
+    def warm_first_token(self) -> float:
+        return timed(lambda: self._until_finished(self._kept, 1))
 
     def start_decoding(self, prompts: list[list[int]]) -> None:
         self._decoding = [self._add(prompt, ENDLESS) for prompt in prompts]
@@ -79,19 +84,30 @@ class Vllm:
         while self._engine.has_unfinished_requests():
             self._engine.step()
 
-    def keep(self, prompt: list[int]) -> None:
-        self._kept = prompt
-        self.first_token(prompt)
+    def agents(self, shared: list[int], texts: list[list[list[int]]], answer_tokens: int) -> float:
+        return timed(lambda: self._converse(Conversations(shared, texts, answer_tokens)))
 
-    def warm_first_token(self) -> float:
-        return self.first_token(self._kept)
+    def _converse(self, conversations: Conversations) -> None:
+        length = conversations.answer_tokens
+        talking = {
+            self._add(prompt, length): index
+            for index, prompt in enumerate(conversations.openings())
+        }
+        while talking:
+            for output in self._engine.step():
+                if output.finished:
+                    index = talking.pop(output.request_id)
+                    answer = list(output.outputs[0].token_ids)
+                    prompt = conversations.answered(index, answer)
+                    if prompt is not None:
+                        talking[self._add(prompt, length)] = index
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         return self._until_finished(prompt, count)
 
 
 def make() -> Driven:
-    return Vllm(sys.argv[1], eager=sys.argv[2:] == ["eager"])
+    return Vllm(sys.argv[1], sys.argv[2], eager=sys.argv[3:] == ["eager"])
 
 
 if __name__ == "__main__":

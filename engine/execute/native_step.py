@@ -15,8 +15,11 @@ class NativeStep:
     __slots__ = ("first_tokens", "ids", "last", "num_rows", "pages", "positions", "slots_page",
                  "spans", "step")  # fmt: skip
 
-    def __init__(self, rows: Sequence[Row], *, page_size: int, most_last: int) -> None:
-        """most_last: of the sampling rows' last tokens, how many go through the head at once."""
+    def __init__(
+        self, rows: Sequence[Row], *, page_size: int, most_last: int, context_tokens: int
+    ) -> None:
+        """most_last: of the sampling rows' last tokens, how many go through the head at once.
+        context_tokens: the positions that rotary tables have; the kernels check none."""
         ids, positions, slots_page = array("I"), array("i"), array("i")
         spans, pages, last = array("i"), array("i"), array("i")
         first_tokens: list[int] = []
@@ -24,6 +27,9 @@ class NativeStep:
         for row in rows:
             first, start, count = len(ids), row.start, len(row.token_ids)
             (table,) = row.page_table
+            assert start + count <= context_tokens, (
+                f"position {start + count - 1}, allowed up to {context_tokens - 1}"
+            )
             first_tokens.append(first)
             spans.extend((first, count, start, len(pages)))
             pages.fromlist(table)

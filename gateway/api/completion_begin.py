@@ -127,6 +127,7 @@ async def begin(
             deadline_s=services.config.limits.request_deadline_s,
             affinity_key=session,
             n=sampling.n,
+            compute=info.compute,
         )
         choices = [
             Choice(

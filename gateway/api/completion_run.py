@@ -15,7 +15,7 @@ from gateway.ledger.rows import Attempt, Ending, OpenRow, Quality, Settlement
 from gateway.nodes.fleet import NoCapacity, NoNode, OldNodes
 from gateway.nodes.streams import Dispatch, Stream, Waiter
 from gateway.services import Services
-from policies.contract.wire import Usage
+from policies.contract.wire import EngineInfo, Usage
 from policies.pricing import Rates, charge_nano_usd
 
 DEADLINE_GRACE_S = 5.0  # the engine ends what is late; this is for when it cannot
@@ -188,7 +188,7 @@ class CompletionRun:
             ("x-kagari-node", first.node_id),
             ("x-kagari-path", PATH),
             ("x-kagari-affinity", first.affinity),
-            ("x-kagari-precision", f"{info.weights_precision}/{info.kv_precision}"),
+            ("x-kagari-precision", _precision(info)),
         ]
         streams = [part.stream for part in self.parts]
         if all(stream is not None and stream.cached_tokens is not None for stream in streams):
@@ -284,6 +284,12 @@ class CompletionRun:
 
     def _salted(self, digest: bytes | None) -> bytes | None:
         return None if digest is None else self.services.home.salted(digest)
+
+
+def _precision(info: EngineInfo) -> str:
+    """weights/pages, and a third part where the engine does not compute exactly."""
+    held = f"{info.weights_precision}/{info.kv_precision}"
+    return held if info.compute == "exact" else f"{held}/{info.compute}"
 
 
 def _no_place(refusal: NoCapacity | NoNode) -> GatewayError:

@@ -121,8 +121,9 @@ def _engine_cells(engine: Any) -> tuple[str, ...]:
     report = engine["report"] or {}
     names = ("waiting_sequences", "running_sequences")
     pages = ("pages_held", "pages_cached", "pages_free")
+    info = engine["info"]
     return (
-        engine["info"]["model"],
+        info["model"] if info["compute"] == "exact" else f"{info['model']} ({info['compute']})",
         report.get("state", "-"),
         *(str(report.get(name, "-")) for name in names),
         str(engine["backlog_tokens"]),

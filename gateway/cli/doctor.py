@@ -6,22 +6,27 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
+from gateway.cli.children import die_with_parent, python_module
 from gateway.cli.home import home_folder, models_folder
 from gateway.cli.problem import FAILED, Problem
-from gateway.cli.serve_plan import require_free_port
+from gateway.cli.serve_plan import own_cores, require_free_port
+from policies.cores import Cores, threads_each
 
 GIB = 1 << 30
 MIN_MEMORY_BYTES = 2 * GIB
 MIN_DISK_BYTES = 1 * GIB
+KERNELS = "engine.execute.kernels.cpu"
 OLDEST_CLOCK = 1_750_000_000.0  # a clock before mid-2025 was never set
 
 Verdict = Literal["ok", "note", "bad"]
@@ -57,23 +62,52 @@ def check_torch() -> Finding:
         return Finding("torch", "bad", "no metadata", "reinstall: pip install 'kagari[node]'")
 
 
-def check_cores() -> Finding:
-    cores = len(os.sched_getaffinity(0))
-    if cores < 2:
-        return Finding("cores", "note", str(cores), "2 cores keep gateway and engine apart")
-    return Finding("cores", "ok", str(cores))
+def check_cores(cores: Cores) -> Finding:
+    """With the threads that `serve` gives an engine that is alone here, and each of two."""
+    limit = "no cgroup limit" if cores.limit is None else f"cgroup limit {cores.limit:g}"
+    one, two = threads_each(cores, 1), threads_each(cores, 2)
+    found = f"{cores.allowed}, {limit}; threads of an engine: {one}, of two: {two} each"
+    if cores.usable < 2:
+        return Finding("cores", "note", found, "2 cores keep gateway and engine apart")
+    return Finding("cores", "ok", found)
 
 
-def check_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
-    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
-    for name in ("amx_bf16", "avx512_bf16"):
-        if name in flags:
-            return Finding("cpu bf16", "ok", name)
+def check_kernels(command: Sequence[str] | None = None, patience_s: float = 20.0) -> Finding:
+    """By the engine's own command, in a process of its own; it compiles what is not there yet."""
+    name = "cpu kernels"
+    if command is None and not all(map(importlib.util.find_spec, ("engine", "torch"))):
+        return Finding(name, "note", "absent, as is an engine", "pip install 'kagari[node]'")
+    with subprocess.Popen(
+        command or python_module(KERNELS),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        process_group=0,
+        preexec_fn=die_with_parent(),
+    ) as child:
+        try:
+            out, told = child.communicate(timeout=patience_s)
+        except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGINT)  # it ends its compiler
+            return Finding(
+                name, "note", f"not compiled in {patience_s:g} s", f"run python -m {KERNELS} once"
+            )
+    if child.returncode == 0:
+        place, _, served = out.strip().removesuffix(")").rpartition(" (")
+        if ";" in served:  # a better one computes wrongly here
+            remedy = f"rm {place}; if it comes again, {served.partition(';')[0]} serves this CPU"
+            return Finding(name, "note", f"instruction set {served}", remedy)
+        return Finding(name, "ok", f"instruction set {served}")
+    found = told.strip().removeprefix("error: ") or f"its command ended with {child.returncode}"
+    if child.returncode == 2:
+        return Finding(name, "bad", found, "correct or unset that variable")
     return Finding(
-        "cpu bf16",
+        name,
         "note",
-        "no avx512_bf16: the engine computes in fp32 on this CPU",
-        "nothing to do; a CPU with avx512_bf16 (or a GPU) is quicker",
+        found,
+        f"torch serves, but slower; else install g++ and run python -m {KERNELS}",
     )
 
 
@@ -152,8 +186,8 @@ def findings(*, port: int, home: Path, models: Path) -> list[Finding]:
     checks: list[Callable[[], Finding]] = [
         check_python,
         check_torch,
-        check_cores,
-        check_instructions,
+        lambda: check_cores(own_cores()),
+        check_kernels,
         check_memory,
         lambda: check_disk(home),
         check_loopback,

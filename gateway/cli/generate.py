@@ -25,6 +25,7 @@ from gateway.cli.children import die_with_parent, python_module
 from gateway.cli.loading import LoadingLine
 from gateway.cli.models import not_pulled, read_answer
 from gateway.cli.problem import FAILED, Problem
+from gateway.cli.serve_plan import require_compute
 from policies.contract import wire
 from policies.contract.bundle import decode_bundle
 from policies.contract.page_keys import SALT_BYTES
@@ -58,13 +59,16 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text, no chat form.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the engine.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cuda or cpu.")] = None,
+    compute: Annotated[str | None, typer.Option(help="exact or fast.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One object, at the end.")] = False,
 ) -> None:
     """Stream the model's answer to TEXT on stdout."""
+    require_compute(compute)
     spec, bundle_path = describe_model(model)
     flags = [
         *(("--threads", str(threads)) if threads is not None else ()),
         *(("--device", device) if device is not None else ()),
+        *(("--compute", compute) if compute is not None else ()),
     ]
     from gateway.text.model import TextModel
 

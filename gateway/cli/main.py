@@ -75,7 +75,7 @@ def serve(
     api_key: Annotated[str | None, typer.Option(help="Use this key (16 or more chars).")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="File that holds the key.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cuda or cpu.")] = None,
-    compute: Annotated[str | None, typer.Option(help="exact (row-invariant).")] = None,
+    compute: Annotated[str | None, typer.Option(help="exact or fast.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Of weights: auto, bf16 or fp32.")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="auto, bf16 or fp32.")] = None,
     kv_device_tokens: Annotated[
@@ -97,8 +97,9 @@ def serve(
     from gateway.cli.home import home_folder, prepare_home, secret_file
     from gateway.cli.serve import serve as run
     from gateway.cli.serve_key import serve_key
-    from gateway.cli.serve_plan import ServeOptions
+    from gateway.cli.serve_plan import ServeOptions, require_compute
 
+    require_compute(compute)
     folder = prepare_home(home_folder(home))
     key_file, secret = serve_key(folder, literal=api_key, file=api_key_file)
     join_token_file = folder / "join.token"

@@ -7,8 +7,11 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from gateway.cli.problem import Problem
+from policies.contract.wire import Compute
+from policies.cores import Cores, cpu_limit, threads_each
 
 DEFAULT_PORT = 8000
 DEFAULT_MODEL = "smollm2-135m"
@@ -82,7 +85,7 @@ def plan_serve(options: ServeOptions, *, port: int, link_port: int, admin_port: 
     ]
     for model in models:
         node += ["--model", model]
-    threads = options.threads or threads_each(options.num_nodes * len(models))
+    threads = options.threads or threads_each(own_cores(), options.num_nodes * len(models))
     node += ["--threads", str(threads)]
     if options.script is not None:
         node += ["--script", str(options.script)]
@@ -99,9 +102,27 @@ def plan_serve(options: ServeOptions, *, port: int, link_port: int, admin_port: 
     )
 
 
-def threads_each(num_engines: int) -> int:
-    """Engines on one machine share its cores, so that they do not fight for them."""
-    return max(1, len(os.sched_getaffinity(0)) // num_engines)
+def own_cores() -> Cores:
+    """By this process's affinity mask and its cgroups' quotas, which its children inherit."""
+
+    def read(path: str) -> str | None:
+        try:
+            return Path(path).read_text()
+        except OSError:
+            return None
+
+    return Cores(len(os.sched_getaffinity(0)), cpu_limit(read))
+
+
+def require_compute(value: str | None) -> None:
+    """Raises Problem before anything starts; None leaves the engine's default, exact."""
+    if value is not None and value not in get_args(Compute):
+        raise Problem(
+            "--compute",
+            found=value,
+            allowed=" or ".join(get_args(Compute)),
+            remedy="leave it away for exact: the same tokens whatever runs beside them",
+        )
 
 
 def link_host(host: str) -> str:

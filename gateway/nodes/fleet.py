@@ -17,7 +17,7 @@ import structlog
 
 from gateway.nodes.bundles import Assembly, BundleError, Bundles, is_digest
 from gateway.nodes.engines import Engine
-from gateway.nodes.greeting import find_problem, refuse_hello
+from gateway.nodes.greeting import MAX_ENGINES, find_problem, refuse_hello
 from gateway.nodes.node import LOST_AFTER_S, SUSPECT_AFTER_S, Node
 from gateway.nodes.outbox import OUTBOX_BYTES, Outbox
 from gateway.nodes.placement import NoCapacity as NoCapacity  # what dispatch raises is ours too
@@ -234,7 +234,7 @@ class Fleet:
         session = Session(node_id=hello.node_id, opened_at=now, outbox=outbox)
         node.join(hello, session, now)
         self._served.forget()
-        self._welcome(node, session)
+        self._welcome(node, session, hello.bundles[:MAX_ENGINES])
         if node.drained_by_operator:
             outbox.send_urgent(wire.encode(wire.Drain(True)))
         log.info("node_joined", node=node.node_id, epoch=node.epoch, engines=len(hello.engines))
@@ -250,9 +250,12 @@ class Fleet:
             f" {hello.node_epoch}; give each node its own node_id",
         )
 
-    def _welcome(self, node: Node, session: Session) -> None:
-        """Say which bundles we lack; the node follows with snapshots of its pages."""
-        digests: list[str] = []
+    def _welcome(self, node: Node, session: Session, promised: tuple[str, ...] = ()) -> None:
+        """Say which bundles we lack; the node follows with snapshots of its pages.
+
+        promised: bundles of engines that still load, longer than we take for their text.
+        """
+        digests = [digest for digest in promised if is_digest(digest)]
         for engine in node.engine_by_index.values():
             self._served.note(engine.info.model)
             if is_digest(engine.info.bundle_digest):

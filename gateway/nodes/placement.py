@@ -85,10 +85,18 @@ class Placement:
         candidates: list[Candidate] = []
         for node in self._node_by_id.values():
             for engine in node.engine_by_index.values():
-                # With another bundle, a node would read another text from our ids.
-                if engine.info.model == model and engine.info.bundle_digest == digest:
+                info = engine.info
+                # With another bundle, a node would read another text from our ids; computed
+                # otherwise, the answer would not be the one that was announced.
+                if (info.model, info.bundle_digest, info.compute) == (
+                    model,
+                    digest,
+                    dispatch.compute,
+                ):
                     candidates.append(self._candidate(node, engine, flow))
-                    engines[node.node_id, engine.info.engine] = engine
+                    engines[node.node_id, info.engine] = engine
+        if not candidates:
+            raise NoNode(dispatch.model)
         kept, rejected = filter_candidates(candidates)
         if not kept:
             routable = [one for one in candidates if one.state == "ready" and one.engine_ready]

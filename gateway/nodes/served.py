@@ -66,18 +66,22 @@ class ServedModels:
         return self._found[name]
 
     def _look(self, name: str) -> ServedModel | None:
-        first: Engine | None = None
-        nodes = 0
-        for node in self._node_by_id.values():
-            if self.state(node) != "ready":
-                continue
-            for engine in node.engine_by_index.values():
-                if engine.info.model != name or not self.is_servable(engine):
-                    continue
-                first = first or engine
-                nodes += engine.info.bundle_digest == first.info.bundle_digest
-        if first is None:
+        infos = [
+            engine.info
+            for node in self._node_by_id.values()
+            if self.state(node) == "ready"
+            for engine in node.engine_by_index.values()
+            if engine.info.model == name and self.is_servable(engine)
+        ]
+        if not infos:
             return None
-        text = self._bundles.text(first.info.bundle_digest)
+        # While one computes exactly, that is what the name promises, and the others stand by.
+        first = next((info for info in infos if info.compute == "exact"), infos[0])
+        alike = [
+            info
+            for info in infos
+            if (info.bundle_digest, info.compute) == (first.bundle_digest, first.compute)
+        ]
+        text = self._bundles.text(first.bundle_digest)
         assert text is not None  # is_servable
-        return ServedModel(name, first.info, text, nodes, alias_of=None)
+        return ServedModel(name, first, text, len(alike), alias_of=None)

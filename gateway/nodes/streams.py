@@ -40,6 +40,7 @@ class Dispatch:
     deadline_s: float  # from now
     affinity_key: bytes | None
     n: int = 1  # lanes: they share the prompt and differ by their noise
+    compute: str = "exact"  # of the engine, as announced when the request came
 
 
 class Burst(Struct, frozen=True, gc=False):

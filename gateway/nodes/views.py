@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that can be served now. info is of its first engine."""
+    """A model that can be served now. info is of its first engine; nodes serve as that one does."""
 
     name: str
     info: EngineInfo

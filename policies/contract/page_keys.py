@@ -22,6 +22,15 @@ def tenant_salt(home_secret: bytes, tenant: str) -> bytes:
     return hmac.digest(home_secret, tenant.encode(), "sha256")
 
 
+def interchangeable_id(identity: str, compute: str) -> str:
+    """Which pages may stand for each other: those of one model, computed alike.
+
+    A page of `--compute fast` is rounded otherwise and may depend on the batch that computed it, so
+    none may reach an exact engine: it would not answer a warm prompt as it does a cold one.
+    """
+    return identity if compute == "exact" else f"{identity}+{compute}"
+
+
 def seed(*, identity: str, tokenizer_digest: str, page_size: int, salt: bytes) -> bytes:
     """Root of a key chain, 32 bytes. Raises ValueError on a salt of another length."""
     if len(salt) != SALT_BYTES:

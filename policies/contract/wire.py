@@ -22,6 +22,7 @@ MAX_FRAME_BYTES = 16 << 20
 MAX_LANES = 128  # of one Submit
 LARGEST_PENALTY = 1e4  # either way, and of a bias: logits stay finite in fp32
 
+Compute = Literal["exact", "fast"]  # exact: a row's result is its own; fast: it need not be
 Role = Literal["mixed", "prefill", "decode"]
 Tier = Literal["device", "host", "disk", "cluster"]
 NodeState = Literal["joining", "ready", "suspect", "draining", "lost"]
@@ -104,7 +105,7 @@ class EngineInfo(Struct, frozen=True, array_like=True):
     weights_digest: str
     weights_precision: str  # e.g. "bf16", "q4_1"
     kv_precision: str  # e.g. "bf16"
-    compute: str  # "exact" or "fast"
+    compute: str  # a Compute
     step_tokens: int  # token budget of one step
     prefill_tokens_per_s: float = 0.0  # measured at start-up; reports carry the running value
     aliases: tuple[str, ...] = ()
@@ -218,6 +219,7 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     role: Role
     engines: tuple[EngineInfo, ...]
     software: str = ""
+    bundles: tuple[str, ...] = ()  # digests of models still to come: their text loads meanwhile
 
 
 class BundlePart(Struct, frozen=True, array_like=True, tag="bundle_part"):

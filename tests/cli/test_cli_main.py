@@ -51,6 +51,8 @@ def test_a_wrong_flag_exits_2(kagari: Kagari) -> None:
     ("arguments", "field"),
     [
         (("serve", "--nodes", "0"), "--nodes"),
+        (("serve", "--compute", "quick"), "--compute"),
+        (("engine", "generate", "smollm2-135m", "Hello", "--compute", "quick"), "--compute"),
         (("serve", "--api-key", "short"), "--api-key"),
         (("serve", "--api-key-file", "/nonexistent/key"), "--api-key-file"),
         (("usage",), "ledger"),

@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from gateway.cli.doctor import (
     check_clock,
+    check_cores,
     check_home,
-    check_instructions,
+    check_kernels,
     check_memory,
     check_models,
     check_port,
     findings,
 )
+from policies.cores import Cores
 
 Kagari = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -30,12 +35,31 @@ def test_memory_that_does_not_suffice(tmp_path: Path) -> None:
     assert check_memory(tmp_path / "absent").verdict == "note"
 
 
-def test_instructions(tmp_path: Path) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("flags : fpu avx2\n")
-    assert check_instructions(cpuinfo).verdict == "note"
-    cpuinfo.write_text("flags : fpu avx512_bf16\n")
-    assert check_instructions(cpuinfo).found == "avx512_bf16"
+def test_cores_and_what_they_mean_for_engines() -> None:
+    assert (
+        check_cores(Cores(8)).found == "8, no cgroup limit; threads of an engine: 8, of two: 4 each"
+    )
+    finding = check_cores(Cores(64, 1.5))
+    assert (finding.verdict, "cgroup limit 1.5" in finding.found) == ("note", True)
+    assert finding.found.endswith("threads of an engine: 1, of two: 1 each")
+
+
+@pytest.mark.parametrize(
+    ("program", "verdict", "found"),
+    [
+        ("print('/x/kernels.so (avx2)')", "ok", "instruction set avx2"),
+        ("print('/x/kernels.so (avx2; avx512 f')", "note", "instruction set avx2; avx512 f"),
+        ("sys.exit('No C++ compiler.')", "note", "No C++ compiler."),
+        ("sys.stderr.write('KAGARI_X: found y'); sys.exit(2)", "bad", "KAGARI_X: found y"),
+        ("os.kill(os.getpid(), 9)", "note", "its command ended with -9"),
+        ("time.sleep(60)", "note", "not compiled in 2 s"),
+    ],
+)
+def test_kernels_or_why_torch_serves(program: str, verdict: str, found: str) -> None:
+    command = [sys.executable, "-c", f"import os, sys, time; {program}"]
+    finding = check_kernels(command, patience_s=2.0)
+    assert (finding.verdict, finding.found) == (verdict, found)
+    assert (finding.verdict == "ok") == (finding.remedy == "")
 
 
 def test_home_that_others_can_read(tmp_path: Path) -> None:
@@ -72,7 +96,9 @@ def test_json_and_exit_code(kagari: Kagari, tmp_path: Path) -> None:
     report = json.loads(told.stdout)
     bad = [finding for finding in report if finding["verdict"] == "bad"]
     assert told.returncode == (1 if bad else 0)
-    assert {"python", "torch", "memory", "disk", "clock"} <= {f["check"] for f in report}
+    assert {"python", "torch", "cores", "cpu kernels", "memory", "disk", "clock"} <= {
+        f["check"] for f in report
+    }
     (tmp_path / "home").mkdir()
     (tmp_path / "home").chmod(0o755)
     assert kagari("doctor", "--json").returncode == 1

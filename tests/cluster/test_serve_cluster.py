@@ -325,3 +325,18 @@ def test_the_printed_curl_works(script: Path, tmp_path: Path) -> None:
     assert said.lstrip().startswith("ready http://127.0.0.1:")
     assert "Paris" in json.loads(done.stdout)["choices"][0]["message"]["content"], done.stderr
     assert process.returncode == 0
+
+
+def test_compute_fast_reaches_the_engine_and_both_sides_keys(script: Path, tmp_path: Path) -> None:
+    """What the gateway expects to be resident is what the engine then says it holds."""
+    flags = ("--port", "0", "--script", str(script), "--compute", "fast")
+    with Stack(tmp_path / "home", *flags) as stack:
+        (model, *_) = call(stack.api, "GET", "/v1/models")["data"]
+        assert model["kagari"]["compute"] == "fast"
+        answer(stack, "Once. " * 200)
+        deadline = time.monotonic() + 10
+        while not (engine := stack.nodes()[0]["engines"][0])["report"]["pages_cached"]:
+            assert time.monotonic() < deadline, engine
+            time.sleep(0.1)
+        assert (engine["info"]["compute"], engine["info"]["identity"][-5:]) == ("fast", "+fast")
+        assert engine["resident_pages"] == engine["report"]["pages_cached"] > 1

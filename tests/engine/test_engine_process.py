@@ -153,6 +153,25 @@ def test_a_submit_comes_back_as_tokens_usage_and_page_events(engine: EngineProce
     assert end.usage.cached_tokens == 112
 
 
+def test_a_fast_engine_says_so_and_its_pages_have_keys_of_their_own(tmp_path: Path) -> None:
+    found = []
+    for compute in ("exact", "fast"):
+        engine = EngineProcess(tmp_path, "--compute", compute)
+        try:
+            info = engine.up().info
+            assert info.compute == compute
+            engine.submit(1, 1, "hello " * 20)
+            engine.read_lane(1, 1)
+            while len(engine.stored()) < 7:
+                engine.next()
+        finally:
+            engine.close()
+        found.append((info.identity, {event.page_key for event in engine.stored()}))
+    (exact, exact_keys), (fast, fast_keys) = found
+    assert (exact, fast) == ("m", "m+fast")
+    assert not exact_keys & fast_keys
+
+
 def test_news_come_each_second_when_idle(engine: EngineProcess) -> None:
     engine.up()
     engine.next()
@@ -237,6 +256,7 @@ def test_sixty_four_streams_keep_a_pace_of_200_tokens_a_second(engine: EnginePro
         (["--kv-device-tokens", "16"], 2, ["--kv-device-tokens", "16"]),
         (["--max-running", "600"], 2, ["--max-running", "600"]),
         (["--threads", "0"], 2, ["--threads"]),
+        (["--compute", "quick"], 2, ["--compute", "quick", "exact or fast", "leave it out"]),
         (["--overlap", "maybe"], 2, ["--overlap", "maybe"]),
         (["--script", "/nowhere/script.json"], 4, ["--script", "nowhere"]),
         (["--bundle", "/nowhere/bundle"], 4, ["--bundle", "nowhere"]),

@@ -325,13 +325,15 @@ def test_the_command_line_in_one_value(tmp_path: Path) -> None:
             *("--gateway", "ws://127.0.0.1:9001", "--gateway", "https://g.example/x"),
             *("--join-token-file", str(tmp_path / "token"), "--node-id", "n1"),
             *("--model", "a", "--model", "b", "--home", str(tmp_path), "--threads", "2"),
-            *("--kv-dtype", "fp32", "--kv-device-tokens", "4096"),
+            *("--kv-dtype", "fp32", "--compute", "fast", "--kv-device-tokens", "4096"),
         ]
     )
     assert config.gateway_urls == ("ws://127.0.0.1:9001/link/v1", "wss://g.example/x")
     assert config.join_token == "secret"
     assert config.models == ("a", "b")
-    assert config.engine_flags == ("--kv-dtype", "fp32", "--kv-device-tokens", "4096")
+    assert config.engine_flags == (
+        *("--kv-dtype", "fp32", "--compute", "fast", "--kv-device-tokens", "4096"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -344,6 +346,7 @@ def test_the_command_line_in_one_value(tmp_path: Path) -> None:
         (["--gateway", "ws://x", "--join-token", "t", "--node-id", "../up"], "--node-id"),
         (["--gateway", "ws://x", "--join-token", "t", "--node-id", ".."], "--node-id"),
         (["--gateway", "ws://x", "--join-token", "t", "--threads", "0"], "--threads"),
+        (["--gateway", "ws://x", "--join-token", "t", "--compute", "quick"], "--compute"),
         (["--gateway", "ws://x", "--join-token", "t", "--bundle", "b"], "--bundle"),
         (
             [

@@ -31,6 +31,7 @@ async def test_hello_carries_version_id_epoch_and_the_join_token(start_node: Sta
         hello = await gateway.first(wire.Hello)
         assert (hello.version, hello.min_version) == (wire.WIRE_VERSION, wire.MIN_WIRE_VERSION)
         assert (hello.node_id, hello.node_epoch, hello.role) == ("n1", 7, "mixed")
+        assert hello.bundles == ((await gateway.engines())[0].bundle_digest,)
         assert gateway.credentials == [f"Bearer {TOKEN}"]
         report = await gateway.first(wire.Report)
         assert report.state in ("joining", "ready")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from node_agent import checkpoints
-from node_agent.app import Stopped, _ProgressLines, prepare_models, threads_each
+from node_agent.app import Stopped, _ProgressLines, prepare_models
 from node_agent.config import NodeConfig
 from node_agent.pull import Fetch
 from node_agent.stages import EngineStages, StageLines, stage
@@ -43,12 +43,6 @@ def test_a_stop_during_a_pull_ends_it_and_leaves_nothing(
     assert lines[0]["stage"] == "download"
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid_file.read_text()), 0)
-
-
-def test_engines_of_a_machine_share_its_cores() -> None:
-    cores = len(os.sched_getaffinity(0))
-    assert threads_each(1) == cores
-    assert threads_each(10 * cores) == 1
 
 
 def test_a_closed_stdout_does_not_end_the_node(monkeypatch: pytest.MonkeyPatch) -> None:

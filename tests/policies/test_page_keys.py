@@ -41,6 +41,12 @@ def test_no_two_owners_share_a_seed(first, second) -> None:
     assert page_keys.seed(**{**glued, "tokenizer_digest": "x"}) != page_keys.seed(**first)
 
 
+def test_exact_and_fast_engines_of_one_model_share_no_page() -> None:
+    exact, fast = (page_keys.interchangeable_id("m", compute) for compute in ("exact", "fast"))
+    assert exact == "m"  # as before there was another way to compute
+    assert page_keys.seed(**{**SEED, "identity": fast}) != page_keys.seed(**SEED)
+
+
 @given(left=IDS, right=IDS)
 def test_keys_agree_exactly_as_far_as_the_tokens_do(left, right) -> None:
     keys, others = chain(left), chain(right)

@@ -135,7 +135,7 @@ class NativeDecoder:
         first = sum(not callable(entry) for entry in program.entries[: program.head_at])
         self._head = _slices(program.entries[program.head_at :], first)
         self._whole = _slices(program.entries, 0)
-        self._step = NativeStep((), page_size=self._page_size, most_last=0)
+        self._step = self._lay_out(())
         self._prepared: tuple[Sequence[Row], NativeStep] = (), self._step
         # One call computes all, and another thread can make it.
         self.runs_ahead = not self.fallbacks and library.threads > 1
@@ -171,7 +171,12 @@ class NativeDecoder:
         self._library.finish()
 
     def _lay_out(self, rows: Sequence[Row]) -> NativeStep:
-        step = NativeStep(rows, page_size=self._page_size, most_last=self.head_rows)
+        step = NativeStep(
+            rows,
+            page_size=self._page_size,
+            most_last=self.head_rows,
+            context_tokens=self.context_tokens,
+        )
         assert step.num_rows <= self.max_rows, (
             f"a step of {step.num_rows} token rows, allowed {self.max_rows} (step_tokens)"
         )

@@ -1,12 +1,14 @@
 """A plan's rows as arrays: what the kernels are told of positions, pages and last tokens."""
 
 from array import array
-from ctypes import c_int32
+from ctypes import c_float, c_int8, c_int32
 
+import pytest
 import torch
 
 from engine.execute.arena import Arena
 from engine.execute.host_memory import zeros
+from engine.execute.models.native import Activations
 from engine.execute.native_step import NativeStep
 from engine.schedule.plan import Row
 from engine.store.page_codec import PageLayout
@@ -26,7 +28,7 @@ def ints(address: int, count: int) -> list[int]:
 
 def test_rows_lie_in_the_plans_order() -> None:
     rows = [row(33, 1, [7, 2, 9]), row(14, 20, [4, 5, 6], samples=False), row(0, 2, [8])]
-    found = NativeStep(rows, page_size=16, most_last=9)
+    found = NativeStep(rows, page_size=16, most_last=9, context_tokens=34)
     step = found.step
     assert (step.rows, step.num_spans, step.num_last) == (23, 3, 2)
     assert ints(step.ids, 23) == [100, *range(100, 120), 100, 101]
@@ -39,10 +41,45 @@ def test_rows_lie_in_the_plans_order() -> None:
 
 
 def test_the_head_looks_at_so_many_rows_and_then_at_others() -> None:
-    found = NativeStep([row(0, 1, [at]) for at in range(5)], page_size=16, most_last=3)
+    rows = [row(0, 1, [at]) for at in range(5)]
+    found = NativeStep(rows, page_size=16, most_last=3, context_tokens=9)
     assert found.last.tolist() == [0, 1, 2]
     found.look_at([3, 4])
     assert ints(found.step.last, found.step.num_last) == [3, 4]
+
+
+def test_a_position_without_a_turn_is_refused() -> None:
+    with pytest.raises(AssertionError, match="position 34, allowed up to 33"):
+        NativeStep([row(33, 2, [0, 1, 2])], page_size=16, most_last=1, context_tokens=34)
+
+
+def test_rows_are_rounded_as_the_kernels_do_for_an_op_of_torchs() -> None:
+    """Sixteen bits a value, in two signed bytes, and a scale for each 32; eight without the low."""
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    x[1] = 0
+    x[2, 40] = float("nan")
+    for has_low, limit in ((True, 32512), (False, 127)):
+        made = Activations(7, 64, has_low=has_low)
+        made.floats[:5] = x
+        made.quantize(5)
+        quants = made.quants
+        assert quants is not None
+        assert (quants.low is not None) == has_low
+        planes = (c_int8 * (7 * 64)).from_address(quants.high)
+        values = torch.tensor(planes).view(7, 64)[:5].int()
+        if has_low:
+            low = torch.tensor((c_int8 * (7 * 64)).from_address(quants.low)).view(7, 64)[:5]
+            values = values * 256 + low
+        scales = torch.tensor((c_float * 14).from_address(quants.scales)).view(7, 2)[:5]
+        sums = torch.tensor((c_int32 * 28).from_address(quants.sums)).view(7, 4)[:5]
+        assert torch.equal(sums, values.view(5, 4, 16).sum(-1))
+        assert scales[2].isnan().tolist() == [False, True]
+        found, scales = values.view(5, 2, 32) * scales[..., None], scales.nan_to_num()
+        blocks = x.view(5, 2, 32)
+        near = (found - blocks).abs() <= 0.5001 * scales[..., None]
+        assert near[[0, 1, 3, 4]].all()
+        assert near[2, 0].all()
+        assert int(values.abs().max()) == limit
 
 
 def test_a_page_of_another_generation_is_foreign() -> None:

@@ -30,7 +30,7 @@ from gateway.ledger.files import LEDGER_NAME
 from gateway.ledger.verify import verify
 from gateway.services import Services
 from gateway.telemetry import make_log
-from policies.contract.wire import WIRE_VERSION
+from policies.contract.wire import WIRE_VERSION, Compute
 
 KEY = "test-key-0123456789abcdef"
 ROOT = Path(__file__).parents[3]
@@ -156,6 +156,7 @@ def start_gateway(
     nodes: int = 1,
     models: Any = None,
     wire_version: int = WIRE_VERSION,
+    compute: Compute = "exact",
 ) -> Iterator[RunningGateway]:
     """Up to ready, and down again with nothing left behind."""
     config = msgspec.structs.replace(config, home=str(home))
@@ -170,7 +171,9 @@ def start_gateway(
         async with build(config, api_keys=(KEY, OTHER_KEY), log=make_log(log)) as services:
             made = {}
             for number in range(1, nodes + 1):
-                node = scripted_node.ScriptedNode(f"n{number}", wire_version=wire_version)
+                node = scripted_node.ScriptedNode(
+                    f"n{number}", wire_version=wire_version, compute=compute
+                )
                 if models is not None:
                     node.models = models
                 made[node.node_id] = node

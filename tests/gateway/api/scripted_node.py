@@ -26,6 +26,7 @@ from websockets.exceptions import ConnectionClosed
 
 from policies.contract import wire
 from policies.contract.bundle import Bundle, bundle_digest, encode_bundle, tokenizer_digest
+from policies.contract.page_keys import interchangeable_id
 
 PAGE_SIZE = 16
 CONTEXT_TOKENS = 65_536
@@ -106,6 +107,7 @@ class ScriptedNode:
     by_lane: dict[int, Served] = field(default_factory=dict)
     socket: ClientConnection | None = None
     wire_version: int = wire.WIRE_VERSION
+    compute: wire.Compute = "exact"
 
     rules: list[tuple[str, dict[str, object]]] = field(default_factory=list)  # before messages
 
@@ -138,7 +140,7 @@ class ScriptedNode:
             wire.EngineInfo(
                 engine=index,
                 model=name,
-                identity=name,
+                identity=interchangeable_id(name, self.compute),
                 context_tokens=bundle.context_tokens,
                 page_size=bundle.page_size,
                 num_pages=100_000,
@@ -148,7 +150,7 @@ class ScriptedNode:
                 weights_digest="0" * 64,
                 weights_precision="q4_1",
                 kv_precision="bf16",
-                compute="exact",
+                compute=self.compute,
                 step_tokens=512,
                 prefill_tokens_per_s=10_000.0,
                 aliases=("tiny-alias",) if name == "tiny" else (),

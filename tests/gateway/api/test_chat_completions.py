@@ -296,6 +296,15 @@ def test_models_tell_window_and_precision(gateway) -> None:
     assert '"tiny"' in missing.json()["error"]["message"]
 
 
+def test_a_fast_engine_is_disclosed_by_model_answer_and_node(start, tmp_path, ask) -> None:
+    with start(tmp_path / "home", compute="fast") as gateway, gateway.client() as client:
+        assert client.get("/v1/models/tiny").json()["kagari"]["compute"] == "fast"
+        reply = client.post("/v1/chat/completions", json=ask("hi"))
+        assert reply.headers["x-kagari-precision"] == "q4_1/bf16/fast"
+        (node,) = gateway.services.fleet.nodes()
+        assert node.engines[0].info.compute == "fast"
+
+
 def test_a_client_cannot_choose_the_salt_of_its_page_keys(gateway, ask) -> None:
     """The salt is the tenant's: what a client sends under such a name changes nothing."""
     with gateway.client() as client:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.nodes.fleet import UnknownNode
+from gateway.nodes.fleet import Fleet, UnknownNode
 from gateway.nodes.placement import NoCapacity, NoNode, OldNodes
 from gateway.nodes.session import Session
 from gateway.nodes.streams import MAX_UNREAD_TOKENS, Burst, Stream
@@ -428,6 +428,21 @@ def test_a_node_of_an_older_wire_is_welcomed_in_its_own_version() -> None:
     assert welcome.version == 1
 
 
+def test_text_is_asked_for_while_the_engine_still_loads() -> None:
+    """Else a start is as long as both: the weights on the node, then the tokenizer here."""
+    gateway, coming = fleet(), "ab" * 32
+    opened = gateway.attach(
+        wire.Hello(
+            wire.WIRE_VERSION, 1, "n1", 1, "mixed", (), "", (coming, info().bundle_digest, "../x")
+        )
+    )
+    assert isinstance(opened, Session)
+    frame = opened.outbox.pop()
+    assert frame is not None
+    assert wire.decode_from_gateway(frame).wanted_bundles == (coming,)  # the other is here
+    assert set(opened.assemblies) == {coming}
+
+
 @pytest.mark.parametrize(
     "field",
     [
@@ -617,6 +632,37 @@ def test_a_node_with_another_tokenizer_is_not_given_our_ids() -> None:
     for number in range(16):
         with gateway.dispatch(request(number, tokens=1)) as stream:
             assert stream.node_id == "n1"
+
+
+def test_an_exact_answer_never_comes_from_a_fast_engine() -> None:
+    """What is announced is what serves: exact while one such engine is here, whatever is full."""
+    gateway = fleet(max_in_flight=1)
+    FakeNode(gateway, "n1", info(compute="fast", identity="id+fast")).join()
+    assert told(gateway) == ("fast", 1)
+    with pytest.raises(NoNode):
+        gateway.dispatch(request(1))  # announced as exact before that engine went
+    with gateway.dispatch(request(2, compute="fast")) as stream:
+        assert stream.info.compute == "fast"
+
+    exact = FakeNode(gateway, "n2").join()
+    FakeNode(gateway, "n3", info(compute="fast", identity="id+fast")).join()
+    assert told(gateway) == ("exact", 1)
+    with gateway.dispatch(request(3)) as stream:
+        assert stream.node_id == "n2"
+        with pytest.raises(NoCapacity):
+            gateway.dispatch(request(4))
+        exact.cut()  # before the first token: moved where it may be, and there is no such place
+        end = take(stream).end
+        assert isinstance(end, wire.Failed)
+        assert end.code == "node_lost"
+    assert told(gateway) == ("fast", 2)
+
+
+def told(gateway: Fleet) -> tuple[str, int]:
+    """How the model is served, as it is announced, and by how many nodes."""
+    served = gateway.model("m")
+    assert served is not None
+    return served.info.compute, served.nodes
 
 
 @pytest.mark.parametrize(("restarted", "pages"), [(False, 2), (True, 0)])

@@ -17,7 +17,8 @@ def main() -> int:
     if kernels is None:
         print(f"No CPU kernels, torch serves alone: {library.why_absent()}", file=sys.stderr)
         return 1
-    print(f"{build.library_file()} ({kernels.tier})")
+    wrong = "".join(f"; {tier} failed its self-check" for tier in kernels.distrusted)
+    print(f"{build.library_file()} ({kernels.tier}{wrong})")
     return 0
 
 

@@ -88,7 +88,7 @@ struct Rope {  // turns queries and keys, scales queries, writes keys and values
   float eps, query_scale;
 };
 
-struct Attend {
+struct Attend {  // dim a multiple of 16 up to 256, at most 96 heads a kv head, pages of 16 × 2^n
   const float* queries;  // [rows][heads × dim]
   Arena arena;
   float* out;            // [rows][heads × dim], or null
@@ -245,13 +245,11 @@ inline void parallel(int64_t count, int64_t grain, const Body& body) {
 // --- quantised products --------------------------------------------------------------------------
 
 typedef int8_t Sixteen __attribute__((vector_size(16), aligned(1), may_alias));
-typedef uint16_t Words __attribute__((vector_size(64), aligned(2), may_alias));
-typedef int16_t Shorts __attribute__((vector_size(64), aligned(2), may_alias));
 
 template <int d>
 inline Ints exchange(Ints v) {  // lane i gets lane i ^ d
-  return __builtin_shuffle(v, Ints{0 ^ d, 1 ^ d, 2 ^ d, 3 ^ d, 4 ^ d, 5 ^ d, 6 ^ d, 7 ^ d, 8 ^ d,
-                                   9 ^ d, 10 ^ d, 11 ^ d, 12 ^ d, 13 ^ d, 14 ^ d, 15 ^ d});
+  return __builtin_shufflevector(v, v, 0 ^ d, 1 ^ d, 2 ^ d, 3 ^ d, 4 ^ d, 5 ^ d, 6 ^ d, 7 ^ d,
+                                 8 ^ d, 9 ^ d, 10 ^ d, 11 ^ d, 12 ^ d, 13 ^ d, 14 ^ d, 15 ^ d);
 }
 
 inline Ints larger(Ints a, Ints b) {  // neither is below 0
@@ -317,13 +315,19 @@ inline Floats load_half(const uint8_t* at) {
 #endif
 }
 
+inline Floats load_number(const uint8_t* at, bool wide) {
+  return wide ? load(reinterpret_cast<const float*>(at)) : load_half(at);
+}
+
 // Adds to each lane (an output) its four weights' products with four activations: of one plane
 // on tier 2, of both on the others, exactly.
 #if KAGARI_TIER == 2
 inline Ints dot(Ints sum, Bytes weights, const int8_t* plane) {
   int32_t four;
   memcpy(&four, plane, sizeof four);
-  return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(four));
+  const __m512i all = _mm512_set1_epi32(four);
+  __asm__ volatile("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"((__m512i)weights), "v"(all));
+  return sum;
 }
 #elif KAGARI_TIER == 1
 inline Ints dot(Ints sum, Bytes weights, const int8_t* high, const int8_t* low) {
@@ -358,160 +362,195 @@ inline Ints dot(Ints sum, Bytes weights, const int8_t* high, const int8_t* low) 
 }
 #endif
 
-constexpr int kPanel = 8;                          // blocks of 32 inputs unpacked at a time
-constexpr int kRows = KAGARI_TIER == 2 ? 4 : 2;    // rows and
-constexpr int kTiles = 2;                          // tiles of 16 outputs held in registers
-constexpr int kGroup = 64;                         // rows that share an unpacked panel
+inline Floats as_floats(Ints same) {  // of equal lanes, which GCC would convert one by one
+  return KAGARI_TIER == 2 ? __builtin_convertvector(same, Floats)
+                          : splat(static_cast<float>(same[0]));
+}
 
-struct alignas(64) Panel {  // in the first level cache
-  uint8_t quants[kTiles][kPanel][512];
-  float scales[kTiles][kPanel][2][16], minima[kTiles][kPanel][2][16];
-  float sums[kGroup][kTiles][16];  // of the rows' products so far
+inline Bytes nibbles(Bytes both, int shift) {  // compilers take byte shifts apart
+  return reinterpret_cast<Bytes>((reinterpret_cast<Ints>(both) >> shift) & 0x0f0f0f0f);
+}
+
+constexpr int MOST_ROWS = KAGARI_TIER == 2 ? 4 : 2;    // held in registers, by two tiles
+constexpr int GROUP_ROWS = 64, PANEL_BLOCKS = 24;      // rows, and blocks of inputs, of a panel
+constexpr int DIRECT_ROWS = 12;                        // more are worth a panel
+
+struct alignas(64) Panel {  // stays in the first level cache
+  uint8_t runs[2][PANEL_BLOCKS][768];  // of two tiles, as 8 bits and fp32
+  float sums[GROUP_ROWS][2][16];       // of the rows' products so far
 };
 
-// Unpacks blocks of a tile; quants of 8 bits are used where they are.
-void unpack(const Packed& from, const uint8_t* run, int blocks, int tile, Panel& panel) {
-  const int halves = 32 / from.block, bytes = from.wide ? 64 : 32;
+struct Runs {  // of two tiles, from their block `first` on
+  const uint8_t* at[2];
+  int64_t step;            // bytes from a block to the next
+  const uint8_t* next[2];  // may be fetched meanwhile
+  int32_t first, blocks, bits, wide, has_min;
+  bool is_halved, is_signed;  // 16 inputs share a scale; 8-bit quants are stored + 128
+};
+
+// Rewrites runs of 4 bits, so that many rows unpack them once.
+void widen(const Packed& from, const uint8_t* run, int blocks, uint8_t (*to)[768]) {
+  const int count = 32 / from.block * (from.has_min ? 2 : 1), size = from.wide ? 64 : 32;
   for (int b = 0; b < blocks; b++, run += run_bytes(from)) {
-    for (int i = 0; from.bits == 4 && i < 4; i++) {
-      const Bytes both = *reinterpret_cast<const Bytes*>(run + 64 * i);
-      *reinterpret_cast<Bytes*>(panel.quants[tile][b] + 64 * i) = both & 15;
-      *reinterpret_cast<Bytes*>(panel.quants[tile][b] + 64 * i + 256) = both >> 4;
+    for (int i = 0; i < 256; i += 64) {
+      const Bytes both = *reinterpret_cast<const Bytes*>(run + i);
+      *reinterpret_cast<Bytes*>(to[b] + i) = nibbles(both, 0);
+      *reinterpret_cast<Bytes*>(to[b] + i + 256) = nibbles(both, 4);
     }
-    const uint8_t* at = run + 64 * from.bits;
-    for (int i = 0; i < halves * (from.has_min ? 2 : 1); i++, at += bytes) {
-      const Floats value =
-          from.wide ? load(reinterpret_cast<const float*>(at)) : load_half(at);
-      store((i < halves ? panel.scales : panel.minima)[tile][b][i % halves], value);
-    }
+    for (int i = 0; i < count; i++)
+      store(reinterpret_cast<float*>(to[b] + 512) + 16 * i,
+            load_number(run + 256 + i * size, from.wide));
   }
 }
 
-struct Work {  // some rows by a pair of tiles, over a panel's blocks
-  const uint8_t* quants[kTiles];
-  int64_t step;  // bytes from block to block of quants
-  int blocks, block;  // block: the panel's first
-  int32_t zero, has_min;
-};
-
-template <int Rows, bool Low, int Halves>
-void multiply(const Work& work, const Quants& in, const int64_t* rows, float (*const* sums)[16],
-              const Panel& panel) {
-  constexpr int quads = 8 / Halves;  // of inputs that share a scale
-  const int8_t *high[Rows], *low[Rows];
-  const float* scales[Rows];
-  const int32_t* totals[Rows];
-  Floats result[Rows][kTiles];
-  for (int r = 0; r < Rows; r++) {
-    const int64_t at = rows[r] * in.width + work.block * 32;
-    high[r] = in.high + at, low[r] = Low ? in.low + at : nullptr;
-    scales[r] = in.scales + at / 32, totals[r] = in.sums + at / 16;
-    for (int t = 0; t < kTiles; t++) result[r][t] = load(sums[r][t]);
-  }
-  for (int i = 0; i < work.blocks * Halves; i++) {
-    const int b = i / Halves, h = i % Halves;
-    const uint8_t* at[kTiles];
-    for (int t = 0; t < kTiles; t++) at[t] = work.quants[t] + b * work.step + h * quads * 64;
-    Ints dots[Rows][kTiles] = {};
-    const int first = b * 32 + h * 16;
-    int32_t total[Rows];
-    for (int r = 0; r < Rows; r++)
-      total[r] = Halves == 2 ? totals[r][i] : totals[r][2 * i] + totals[r][2 * i + 1];
+// Adds to sums[r][tile] the products of row + r with the runs of that tile, or of both tiles.
+// Meanwhile `fetch` bytes of the next runs come for each block.
+template <int Rows, bool Low, int Bits>
+__attribute__((noinline))  // alone it gets the registers it needs
+void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64_t row,
+              float (*sums)[2][16]) {
+  constexpr int Tiles = Rows == 1 ? 1 : 2;
+  const Runs runs = from;
+  const int64_t width = in.width, first = row * width + runs.first * 32;
+  const int size = runs.wide ? 64 : 32;
+  const int8_t *high = in.high + first, *low = in.low + first;
+  const float* scales = in.scales + first / 32;
+  const int32_t* totals = in.sums + first / 16;
+  Floats result[Rows][Tiles];
+  for (int r = 0; r < Rows; r++)
+    for (int t = 0; t < Tiles; t++) result[r][t] = load(sums[r][tile + t]);
+  const uint8_t* at[2] = {runs.at[tile], runs.at[1]};
+  for (int64_t b = 0; b < runs.blocks; b++) {
+    for (int64_t i = 0; i < fetch; i += 64)
+      for (int t = 0; t < Tiles; t++)
+        __builtin_prefetch(runs.next[tile + t] + b * fetch + i);
+    Ints dots[Rows][Tiles] = {}, lows[Rows][Tiles] = {};
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+      __asm__ volatile("" ::: "memory");  // else the other half's loads come early, and spill
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++)
+        for (int t = 0; t < Tiles; t++) {
+          const int quad = Bits == 8 ? 4 * half + i : i;
+          Bytes weights = *reinterpret_cast<const Bytes*>(at[t] + 64 * quad);
+          if (Bits == 4) weights = nibbles(weights, 4 * half);
+          for (int r = 0; r < Rows; r++) {
+            const int64_t four = r * width + half * 16 + i * 4;
 #if KAGARI_TIER == 2
-    for (int plane = 0; plane < (Low ? 2 : 1); plane++) {
-      if (plane)
-        for (int r = 0; r < Rows; r++)
-          for (int t = 0; t < kTiles; t++) dots[r][t] <<= 8;
-#pragma GCC unroll 8
-      for (int q = 0; q < quads; q++)
-        for (int t = 0; t < kTiles; t++) {
-          const Bytes weights = *reinterpret_cast<const Bytes*>(at[t] + 64 * q);
-          for (int r = 0; r < Rows; r++)
-            dots[r][t] = dot(dots[r][t], weights, (plane ? low : high)[r] + first + 4 * q);
-        }
-    }
+            dots[r][t] = dot(dots[r][t], weights, high + four);
+            if (Low) lows[r][t] = dot(lows[r][t], weights, low + four);
 #else
-    for (int q = 0; q < quads; q++)
-      for (int t = 0; t < kTiles; t++) {
-        const Bytes weights = *reinterpret_cast<const Bytes*>(at[t] + 64 * q);
-        for (int r = 0; r < Rows; r++)
-          dots[r][t] = dot(dots[r][t], weights, high[r] + first + 4 * q,
-                           Low ? low[r] + first + 4 * q : nullptr);
-      }
+            dots[r][t] = dot(dots[r][t], weights, high + four, Low ? low + four : nullptr);
 #endif
-    for (int t = 0; t < kTiles; t++) {
-      const Floats scale = load(panel.scales[t][b][h]), minimum = load(panel.minima[t][b][h]);
+          }
+        }
+      if (!half && !runs.is_halved) continue;
+      const int which = runs.is_halved && half;
+      Ints total[Rows];
       for (int r = 0; r < Rows; r++) {
-        const Ints exact = dots[r][t] - work.zero * total[r];
-        result[r][t] = fma(__builtin_convertvector(exact, Floats), scale * scales[r][b],
-                           result[r][t]);
-        if (work.has_min)
-          result[r][t] = fma(minimum, splat(scales[r][b] * static_cast<float>(total[r])),
-                             result[r][t]);
+        total[r] = Ints{} + totals[r * (width / 16) + half];
+        if (!runs.is_halved) total[r] += totals[r * (width / 16)];
+        for (int t = 0; KAGARI_TIER == 2 && Low && t < Tiles; t++)
+          dots[r][t] = (dots[r][t] << 8) + lows[r][t];
       }
+      if (Bits == 8 && runs.is_signed)
+        for (int r = 0; r < Rows; r++)
+          for (int t = 0; t < Tiles; t++) dots[r][t] -= total[r] << 7;
+      for (int t = 0; t < Tiles; t++) {
+        const Floats scale = load_number(at[t] + 64 * Bits + which * size, runs.wide);
+        for (int r = 0; r < Rows; r++)
+          result[r][t] = fma(__builtin_convertvector(dots[r][t], Floats),
+                             scale * scales[r * (width / 32)], result[r][t]);
+      }
+      if (runs.has_min)
+        for (int t = 0; t < Tiles; t++) {
+          const int minima = 64 * Bits + (which + runs.is_halved + 1) * size;
+          const Floats minimum = load_number(at[t] + minima, runs.wide);
+          for (int r = 0; r < Rows; r++)
+            result[r][t] = fma(minimum, as_floats(total[r]) * scales[r * (width / 32)],
+                               result[r][t]);
+        }
+      for (int r = 0; r < Rows; r++)
+        for (int t = 0; t < Tiles; t++) dots[r][t] = lows[r][t] = Ints{};
     }
+    high += 32, low += 32, scales += 1, totals += 2;
+    at[0] += runs.step, at[1] += runs.step;
   }
   for (int r = 0; r < Rows; r++)
-    for (int t = 0; t < kTiles; t++) store(sums[r][t], result[r][t]);
+    for (int t = 0; t < Tiles; t++) store(sums[r][tile + t], result[r][t]);
 }
 
 template <int Rows>
-void multiply(const Work& work, const Quants& in, int64_t row, int left, int halves, int at,
-              Panel& panel) {
-  int64_t rows[Rows];
-  float (*sums[Rows])[16];
-  for (int r = 0; r < Rows; r++) {  // a row too many is the last one again
-    rows[r] = row + at + (r < left ? r : left - 1);
-    sums[r] = panel.sums[rows[r] - row];
-  }
-  const auto run = in.low ? halves == 2 ? multiply<Rows, true, 2> : multiply<Rows, true, 1>
-                          : halves == 2 ? multiply<Rows, false, 2> : multiply<Rows, false, 1>;
-  run(work, in, rows, sums, panel);
+void multiply_rows(const Runs& runs, int64_t fetch, const Quants& in, int64_t row,
+                   float (*sums)[2][16]) {
+  for (int tile = 0; tile < 2; tile += Rows == 1 ? 1 : 2)  // one row: one stream after the other
+    if (in.low)
+      runs.bits == 4 ? multiply<Rows, true, 4>(runs, fetch, tile, in, row, sums)
+                     : multiply<Rows, true, 8>(runs, fetch, tile, in, row, sums);
+    else
+      runs.bits == 4 ? multiply<Rows, false, 4>(runs, fetch, tile, in, row, sums)
+                     : multiply<Rows, false, 8>(runs, fetch, tile, in, row, sums);
 }
 
-// Rows [row, row + count) by the tiles [tile, tile + kTiles): one tile too many is the last again.
-void multiply_tiles(const Gemm& gemm, int64_t tile, int64_t row, int count) {
+// Rows [row, row + count) by the tiles `tile` and the next; an odd last one is taken twice.
+void multiply_pair(const Gemm& gemm, int64_t tile, int64_t row, int count) {
   const Packed& weight = *gemm.weight;
-  const int64_t blocks = weight.k / 32, last = weight.n / 16 - 1, bytes = run_bytes(weight);
+  const int64_t blocks = weight.k / 32, bytes = run_bytes(weight);
+  const bool widens = weight.bits == 4 && count > DIRECT_ROWS;
   Panel panel;
   memset(panel.sums, 0, count * sizeof panel.sums[0]);
-  for (int64_t block = 0; block < blocks; block += kPanel) {
-    Work work{{}, weight.bits == 8 ? bytes : 512, int(blocks - block < kPanel ? blocks - block
-              : kPanel), int(block), weight.bits == 8 ? 128 : 0, weight.has_min};
-    for (int t = 0; t < kTiles; t++) {
-      const int64_t which = tile + t < last ? tile + t : last;
-      const uint8_t* run = weight.data + (which * blocks + block) * bytes;
-      unpack(weight, run, work.blocks, t, panel);
-      work.quants[t] = weight.bits == 8 ? run : panel.quants[t][0];
+  Runs runs{};
+  runs.step = widens ? sizeof panel.runs[0][0] : bytes;
+  runs.bits = widens ? 8 : weight.bits;
+  runs.wide = widens || weight.wide;
+  runs.has_min = weight.has_min;
+  runs.is_halved = weight.block == 16;
+  runs.is_signed = weight.bits == 8;
+  const int64_t most = count > DIRECT_ROWS ? PANEL_BLOCKS : blocks;
+  for (int64_t block = 0; block < blocks; block += most) {
+    runs.first = block;
+    runs.blocks = blocks - block < most ? blocks - block : most;
+    for (int t = 0; t < 2; t++) {
+      const int64_t which = tile + t < weight.n / 16 ? tile + t : tile;
+      runs.at[t] = weight.data + (which * blocks + block) * bytes;
+      runs.next[t] = runs.at[t] + 2 * blocks * bytes;  // the next pair's
+      if (!widens) continue;
+      widen(weight, runs.at[t], runs.blocks, panel.runs[t]);
+      runs.at[t] = panel.runs[t][0];
     }
-    for (int at = 0, halves = 32 / weight.block; at < count;) {
-      const int left = count - at;
-      if (kRows == 4 && left > 2)
-        multiply<kRows>(work, *gemm.in, row, left, halves, at, panel), at += 4;
-      else if (left > 1)
-        multiply<2>(work, *gemm.in, row, left, halves, at, panel), at += 2;
+    for (int r = 0, rows; r < count; r += rows) {
+      const int64_t fetch = r ? 0 : bytes;
+      rows = count - r >= MOST_ROWS ? MOST_ROWS : count - r >= 2 ? 2 : 1;
+      if (rows == MOST_ROWS)
+        multiply_rows<MOST_ROWS>(runs, fetch, *gemm.in, row + r, panel.sums + r);
+      else if (rows == 2)
+        multiply_rows<2>(runs, fetch, *gemm.in, row + r, panel.sums + r);
       else
-        multiply<1>(work, *gemm.in, row, left, halves, at, panel), at += 1;
+        multiply_rows<1>(runs, fetch, *gemm.in, row + r, panel.sums + r);
     }
   }
-  for (int r = 0; r < count; r++)
-    for (int t = 0; t < kTiles; t++)
-      for (int i = 0; i < 16; i++) {
-        const int64_t column = (tile + t) * 16 + i;
-        if (column < gemm.columns)
-          gemm.out[(row + r) * gemm.stride + column] =
-              gemm.bias ? panel.sums[r][t][i] + gemm.bias[column] : panel.sums[r][t][i];
-      }
+  for (int t = 0; t < 2 && (tile + t) * 16 < gemm.columns; t++) {
+    const int64_t column = (tile + t) * 16;
+    const int lanes = gemm.columns - column < 16 ? gemm.columns - column : 16;
+    const Floats bias = gemm.bias ? load_part(gemm.bias + column, lanes) : splat(0);
+    float* out = gemm.out + row * gemm.stride + column;
+    for (int r = 0; r < count; r++, out += gemm.stride) {
+      const Floats value = load(panel.sums[r][t]), sum = gemm.bias ? value + bias : value;
+      if (lanes == 16) store(out, sum); else store_part(out, sum, lanes);
+    }
+  }
 }
 
 void run_gemm(const void* args, const Step* step) {
   const Gemm& gemm = *static_cast<const Gemm*>(args);
   const int64_t rows = gemm.only_last ? step->num_last : step->rows;
-  const int64_t groups = (rows + kGroup - 1) / kGroup, tiles = gemm.weight->n / 16;
-  parallel((tiles + kTiles - 1) / kTiles * groups, 1, [&](int64_t begin, int64_t end) {
+  const int64_t groups = (rows + GROUP_ROWS - 1) / GROUP_ROWS;
+  const int64_t pairs = (gemm.weight->n / 16 + 1) / 2;
+  const int64_t grain = 8192 / (gemm.weight->k * (rows + 8)) + 1;  // a microsecond or more
+  parallel(pairs * groups, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
-      const int64_t row = i % groups * kGroup;
-      multiply_tiles(gemm, i / groups * kTiles, row, rows - row < kGroup ? rows - row : kGroup);
+      const int64_t row = i % groups * GROUP_ROWS, left = rows - row;
+      multiply_pair(gemm, i / groups * 2, row, left < GROUP_ROWS ? left : GROUP_ROWS);
     }
   });
 }
@@ -896,7 +935,7 @@ inline Lanes high_half(LaneInts pair) {
   return reinterpret_cast<Lanes>(pair & (int32_t)0xffff0000);
 }
 
-// Scores of LANES keys [dim] for a few queries [dim]: what `multiply` gives, without its copy of keys.
+// Scores of LANES keys [dim] for a few queries [dim]: what `multiply` gives, without a copy of keys.
 template <int ROWS, bool IS_FLOAT>
 void score_keys(int rows, const float* queries, const int32_t* keys, int dwords, float* scores,
                 Ahead ahead) {
@@ -932,7 +971,8 @@ void score_keys(int rows, const float* queries, const int32_t* keys, int dwords,
 inline Run find_run(const Arena& arena, const int32_t* pages, int kv_head, int key, int first,
                     int last) {
   const int row = arena.dim * (arena.is_float ? 4 : 2);
-  Run run = {nullptr, nullptr, key < first ? first - key : 0, key + 15 > last ? last - key + 1 : 16};
+  Run run = {nullptr, nullptr, key < first ? first - key : 0, 16};
+  if (key + 15 > last) run.end = last - key + 1;
   if (run.begin >= run.end) return run;
   const int64_t page = pages[key / arena.page_size], head = (int64_t)arena.page_size * row;
   run.keys = static_cast<const char*>(arena.data) + kv_head * head +
@@ -967,9 +1007,10 @@ void load_tile(const Run* runs, int dim, bool is_float, Workspace& work) {
       for (int first = 0; first < row / 4; first += 4) {
         const Turned turned = turn_rows(keys + i * row / 4, row / 4, first);
         for (int j = 0; j < 4; j++) {
+          const LaneInts dword = turned.dword[j];
           float* to = work.keys + (first + j) * (is_float ? 1 : 2) * KEY_TILE + at + i;
-          lanes(to) = is_float ? reinterpret_cast<Lanes>(turned.dword[j]) : low_half(turned.dword[j]);
-          if (!is_float) lanes(to + KEY_TILE) = high_half(turned.dword[j]);
+          lanes(to) = is_float ? reinterpret_cast<Lanes>(dword) : low_half(dword);
+          if (!is_float) lanes(to + KEY_TILE) = high_half(dword);
         }
       }
     }
@@ -1006,7 +1047,7 @@ struct Block {  // consecutive tokens of a span
   int32_t left;   // work items not done
 };
 
-struct Piece { int32_t block, first_segment, num_segments; };  // × kv heads: the work items
+struct Piece { int32_t block, first_key, last_key; };  // of whole segments; × kv heads: work items
 
 void write_state(const Attend& attend, float* out, const Block& block, int kv_head, int row,
                  const float* state) {
@@ -1083,8 +1124,9 @@ void attend_few(const Rows& of, int tile, const Run* runs, const Ahead* ahead, W
     }
     const int32_t* keys = whole_keys(runs[g], row, work.copy);
     for (int i = 0; i < 16; i += LANES)
-      score_keys<TILE_ROWS, sizeof(Element) == 4>(of.count, work.queries, keys + i * dwords, dwords,
-                                                  work.scores + 16 * g + i, ahead[g].from(2 * i * dwords));
+      score_keys<TILE_ROWS, sizeof(Element) == 4>(
+          of.count, work.queries, keys + i * dwords, dwords, work.scores + 16 * g + i,
+          ahead[g].from(2 * i * dwords));
   }
   float scales[2][TILE_ROWS] = {{}, {1, 1, 1, 1, 1, 1}};  // of the first run of values, of others
   soften(of, tile, 0, of.count, work, scales[0]);
@@ -1098,13 +1140,23 @@ void attend_few(const Rows& of, int tile, const Run* runs, const Ahead* ahead, W
   }
 }
 
+constexpr int TILE_RUNS = KEY_TILE / 16;
+
+void find_tile(const Attend& attend, const Step& step, const Block& block, const Piece& piece,
+               int kv_head, int tile, Run* runs) {
+  for (int i = 0; i < TILE_RUNS; i++)
+    runs[i] = find_run(attend.arena, step.pages + block.span->first_page, kv_head,
+                       tile * KEY_TILE + 16 * i, piece.first_key, piece.last_key);
+}
+
+// A work item. `after`: the first tile of this thread's next one, empty runs if it is not known.
 void attend_piece(const Attend& attend, const Step& step, float* out, const Block& block,
-                  const Piece& piece, int kv_head) {
+                  const Piece& piece, int kv_head, const Run* after) {
   Workspace& work = workspace;
   const Arena& arena = attend.arena;
   const int dim = arena.dim, width = dim + 16, group = attend.heads / arena.kv_heads;
   const Rows of = {dim, group, block.tokens * group, block.span->start + block.first_token,
-                     attend.window, arena.is_float != 0};
+                   attend.window, arena.is_float != 0};
   const int64_t token = block.span->first_row + block.first_token;
   for (int t = 0; t < block.tokens; t++) {
     const float* from = attend.queries + ((token + t) * attend.heads + kv_head * group) * dim;
@@ -1113,28 +1165,19 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
   }
   for (int r = 0; r < of.count; r++) clear_state(work.merged + r * width, dim);
 
-  const int first = first_seen(attend.window, of.start), last = of.start + block.tokens - 1;
-  const int end = piece.first_segment + piece.num_segments;
-  const int end_key = last < end * KEY_SEGMENT ? last : end * KEY_SEGMENT - 1;
-  auto find_runs = [&](int tile, Run* runs) {
-    for (int i = 0; i < KEY_TILE / 16; i++)
-      runs[i] = find_run(arena, step.pages + block.span->first_page, kv_head,
-                         tile * KEY_TILE + 16 * i, first, end_key);
-  };
-  Run runs[2][KEY_TILE / 16];
-  Ahead ahead[KEY_TILE / 16];
   constexpr int TILES = KEY_SEGMENT / KEY_TILE;
-  const int first_tile = piece.first_segment * TILES > first / KEY_TILE
-      ? piece.first_segment * TILES : first / KEY_TILE;
-  find_runs(first_tile, runs[first_tile & 1]);
-  for (int tile = first_tile; tile * KEY_TILE <= end_key; tile++) {
-    const Run* now = runs[tile & 1];
-    Run* next = runs[~tile & 1];
-    find_runs(tile + 1, next);
-    for (int i = 0; i < KEY_TILE / 16; i++) {
-      const bool is_any = next[i].begin < next[i].end;
+  const int first_tile = piece.first_key / KEY_TILE, last_tile = piece.last_key / KEY_TILE;
+  Run runs[2][TILE_RUNS];
+  find_tile(attend, step, block, piece, kv_head, first_tile, runs[first_tile & 1]);
+  for (int tile = first_tile; tile <= last_tile; tile++) {
+    const Run* const now = runs[tile & 1];
+    Run* const next = runs[~tile & 1];
+    if (tile < last_tile) find_tile(attend, step, block, piece, kv_head, tile + 1, next);
+    else memcpy(next, after, sizeof runs[0]);
+    Ahead ahead[TILE_RUNS];
+    for (int i = 0; i < TILE_RUNS; i++) {
       const char* nowhere = reinterpret_cast<const char*>(work.values);
-      ahead[i] = {is_any ? next[i].keys : nowhere, is_any ? next[i].values : nowhere};
+      ahead[i] = {next[i].keys ? next[i].keys : nowhere, next[i].keys ? next[i].values : nowhere};
     }
     if (tile == first_tile || tile % TILES == 0) {
       for (int r = 0; r < of.count; r++) clear_state(work.segment + r * width, dim);
@@ -1143,7 +1186,7 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
     if (of.count > TILE_ROWS) attend_many(of, tile, now, work);
     else if (of.is_float) attend_few<float>(of, tile, now, ahead, work);
     else attend_few<uint16_t>(of, tile, now, ahead, work);
-    if ((tile + 1) % TILES && (tile + 1) * KEY_TILE <= end_key) continue;
+    if ((tile + 1) % TILES && tile < last_tile) continue;
     for (int r = 0; r < of.count; r++) {
       float* state = work.segment + r * width;
       for (int i = 0; i < LANES; i++) state[dim + 1] += work.weights[r * LANES + i];
@@ -1219,16 +1262,27 @@ void run_attend(const void* args, const Step* step) {
       each = each * share / cost(block);
       if (each < 1) each = 1;
     }
+    const int start = block.span->start + block.first_token;
+    const int first = first_seen(attend.window, start), last = start + block.tokens - 1;
     for (int s = 0; s < block.num_segments; s += each, block.left += kv_heads) {
-      const int left = block.num_segments - s;
-      pieces[num_pieces++] = {b, block.first_segment + s, left < each ? left : each};
+      const int begin = (block.first_segment + s) * KEY_SEGMENT, end = begin + each * KEY_SEGMENT;
+      pieces[num_pieces++] = {b, begin > first ? begin : first, end > last ? last : end - 1};
     }
   }
-  parallel((int64_t)num_pieces * kv_heads, 1, [&](int64_t begin, int64_t finish) {
+  // Of many items one takes a few at once, so that the next one's first tile can be fetched.
+  const int64_t items = (int64_t)num_pieces * kv_heads, grain = items < 16 * attend.threads ||
+      step->rows > step->num_spans ? 1 : kv_heads;
+  parallel(items, grain, [&](int64_t begin, int64_t finish) {
     for (int64_t i = begin; i < finish; i++) {
       const Piece& piece = pieces[i / kv_heads];
       Block& block = blocks[piece.block];
-      attend_piece(attend, *step, out, block, piece, i % kv_heads);
+      Run after[TILE_RUNS] = {};
+      if (i + 1 < finish) {
+        const Piece& then = pieces[(i + 1) / kv_heads];
+        find_tile(attend, *step, blocks[then.block], then, (i + 1) % kv_heads,
+                  then.first_key / KEY_TILE, after);
+      }
+      attend_piece(attend, *step, out, block, piece, i % kv_heads, after);
       if (__atomic_sub_fetch(&block.left, 1, __ATOMIC_ACQ_REL) == 0)
         finish_block(attend, out, block);
     }
@@ -1461,6 +1515,7 @@ void stop_workers() {
   num_workers = 0;
   stopping.store(0);
   sleepers.store(0);
+  resting.store(0);
 }
 
 bool start_workers(int count) {
@@ -1645,14 +1700,14 @@ void pack(const Packed& as, uint8_t* out, const Read& read) {
 
 struct Ggml { int32_t type, bits, block, wide, has_min, weights, bytes; };  // ggml-common.h
 
-constexpr Ggml kGgml[] = {
+constexpr Ggml GGML_FORMS[] = {
     {2, 4, 32, 0, 1, 32, 18},    {3, 4, 32, 0, 1, 32, 20},    {6, 8, 32, 0, 0, 32, 22},
     {7, 8, 32, 0, 1, 32, 24},    {8, 8, 32, 0, 0, 32, 34},    {12, 4, 32, 1, 1, 256, 144},
     {13, 8, 32, 1, 1, 256, 176}, {14, 8, 16, 1, 0, 256, 210},
 };
 
 const Ggml* find_ggml(int32_t type) {
-  for (const Ggml& form : kGgml)
+  for (const Ggml& form : GGML_FORMS)
     if (form.type == type) return &form;
   return nullptr;
 }
@@ -1743,7 +1798,7 @@ EXPORT void kagari_pack(const uint8_t* quants, const float* scales, const float*
 // Floats of Attend.scratch for steps of so many rows and contexts; with less, less is split.
 EXPORT int64_t kagari_attention_scratch(int32_t rows, int32_t heads, int32_t dim,
                                         int32_t context_tokens, int32_t threads) {
-  const int64_t split = rows < 4 * threads ? rows : 4 * threads;
+  const int64_t split = rows < 32 * threads ? rows : 32 * threads;
   const int64_t states = split * heads * (context_tokens / KEY_SEGMENT + 1) * (dim + 16);
   return attention_tables(rows, threads) + (int64_t)rows * heads * dim +
          (states < 1 << 23 ? states : 1 << 23);
