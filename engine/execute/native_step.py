@@ -61,6 +61,11 @@ class NativeStep:
             last.buffer_info()[0],
         )
 
+    def take_ids(self, rows: Sequence[Row]) -> None:
+        """The same rows' token ids anew: they were not known before."""
+        for first, row in zip(self.first_tokens, rows, strict=True):
+            self.ids[first : first + len(row.token_ids)] = row.token_ids
+
     def look_at(self, token_rows: Sequence[int]) -> None:
         """These rows go through the head next."""
         self.last = array("i", token_rows)

@@ -232,6 +232,8 @@ class ModelRunner:
         """See plan.AheadRunner."""
         launched, self._launched = self._launched, None
         assert launched is not None, "nothing was launched"
+        if following is not None:
+            self.model.prepare(following.rows)
         self.model.wait()
         found = self._find(launched)
         if following is not None:

@@ -172,6 +172,9 @@ class Decoder:
         self._hidden = self._decode(batch, self._arena)
         return batch.first_tokens
 
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """See models.model.Model."""
+
     def start(self, rows: Sequence[Row]) -> list[int]:
         """See models.model.Model."""
         return self.forward(rows)

@@ -56,6 +56,9 @@ class Model(Protocol):
     def runs_ahead(self) -> bool:
         """Whether start returns before the token rows are computed."""
 
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """These rows will be started next, with other token ids: lay them out beside what runs."""
+
     def start(self, rows: Sequence[Row]) -> list[int]:
         """Begins a forward; nothing else may be asked before wait."""
 

@@ -135,7 +135,8 @@ class NativeDecoder:
         first = sum(not callable(entry) for entry in program.entries[: program.head_at])
         self._head = _slices(program.entries[program.head_at :], first)
         self._whole = _slices(program.entries, 0)
-        self._step = self._fill(())
+        self._step = self._lay_out(())
+        self._prepared: tuple[Sequence[Row], NativeStep] = (), self._step
         # One call computes all, and another thread can make it.
         self.runs_ahead = not self.fallbacks and library.threads > 1
         self._looked_at: list[int] | None = None
@@ -143,37 +144,46 @@ class NativeDecoder:
 
     def forward(self, rows: Sequence[Row]) -> list[int]:
         """See models.model.Model; the head sees the last tokens of the rows that sample."""
-        first_tokens, slices = self._prepare(rows)
-        self._run(slices)
-        return first_tokens
+        self._run(self._begin(self._lay_out(rows), rows))
+        return self._step.first_tokens
+
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """See models.model.Model."""
+        if self.runs_ahead:
+            self._prepared = rows, self._lay_out(rows)
 
     def start(self, rows: Sequence[Row]) -> list[int]:
         """See models.model.Model."""
         if not self.runs_ahead:
             return self.forward(rows)
-        first_tokens, (ops,) = self._prepare(rows)
+        prepared, step = self._prepared
+        if prepared is rows:
+            step.take_ids(rows)
+        else:
+            step = self._lay_out(rows)
+        (ops,) = self._begin(step, rows)
         assert isinstance(ops, range)
-        self._library.start(self._ops, self._step.step, len(ops))
-        return first_tokens
+        self._library.start(self._ops, step.step, len(ops))
+        return step.first_tokens
 
     def wait(self) -> None:
         """See models.model.Model."""
         self._library.finish()
 
-    def _fill(self, rows: Sequence[Row]) -> NativeStep:
-        return NativeStep(
+    def _lay_out(self, rows: Sequence[Row]) -> NativeStep:
+        step = NativeStep(
             rows,
             page_size=self._page_size,
             most_last=self.head_rows,
             context_tokens=self.context_tokens,
         )
-
-    def _prepare(self, rows: Sequence[Row]) -> tuple[list[int], list[range | Fallback]]:
-        """The first tokens, and what is to be run."""
-        step = self._fill(rows)
         assert step.num_rows <= self.max_rows, (
             f"a step of {step.num_rows} token rows, allowed {self.max_rows} (step_tokens)"
         )
+        return step
+
+    def _begin(self, step: NativeStep, rows: Sequence[Row]) -> list[range | Fallback]:
+        """What is to be run of this step, the last one from now on."""
         if self.attention is not None:
             self.calls = self.attention.plans(
                 [
@@ -183,7 +193,7 @@ class NativeDecoder:
             )
         self._step = step
         self._looked_at = step.last.tolist()
-        return step.first_tokens, self._whole if step.last else self._body
+        return self._whole if step.last else self._body
 
     def head(self, token_rows: Sequence[int]) -> Head:
         """See models.model.Model."""
