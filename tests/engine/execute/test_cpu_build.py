@@ -43,7 +43,7 @@ def calls(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for variable in ("KAGARI_CPU_KERNELS", "KAGARI_CPU_TIER", "CXX"):
+    for variable in ("KAGARI_CPU_KERNELS", "KAGARI_CPU_ISA", "CXX"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("KAGARI_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
@@ -256,16 +256,16 @@ def test_without_compiler_and_build_there_are_no_kernels(
 
 
 def test_kernels_may_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KAGARI_CPU_TIER", "off")
+    monkeypatch.setenv("KAGARI_CPU_ISA", "off")
     assert library.load() is None
-    assert library.why_absent() == "KAGARI_CPU_TIER is off"
+    assert library.why_absent() == "KAGARI_CPU_ISA is off"
 
 
-def test_an_unknown_tier_is_told_in_four_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KAGARI_CPU_TIER", "sse9")
+def test_an_unknown_instruction_set_is_told_in_four_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KAGARI_CPU_ISA", "sse9")
     with pytest.raises(ConfigError, match="found sse9, allowed scalar, avx2, avx512, off") as told:
         library.load()
-    assert told.value.field == "KAGARI_CPU_TIER"
+    assert told.value.field == "KAGARI_CPU_ISA"
     assert command.main() == 2
 
 
@@ -285,9 +285,9 @@ def test_a_library_of_another_system_is_compiled_anew(
     path = build.library_file()
     assert num_calls(calls) == len(build.UNITS) + 1
     fake_compiler(result=real_library)
-    loaded = library.load(tier="scalar")
+    loaded = library.load(isa="scalar")
     assert loaded is not None
-    assert loaded.tier == "scalar"
+    assert loaded.isa == "scalar"
     assert num_calls(calls) == 2 * (len(build.UNITS) + 1)
     assert path.read_bytes() == real_library.read_bytes()
 
@@ -308,24 +308,24 @@ def test_a_named_library_is_never_deleted(tmp_path: Path, monkeypatch: pytest.Mo
     assert named.is_file()
 
 
-def test_the_command_prints_path_and_tier(
+def test_the_command_prints_path_and_instruction_set(
     real_library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KAGARI_CPU_KERNELS", str(real_library))
-    monkeypatch.setenv("KAGARI_CPU_TIER", "scalar")
+    monkeypatch.setenv("KAGARI_CPU_ISA", "scalar")
     assert command.main() == 0
     assert capsys.readouterr().out == f"{real_library} (scalar)\n"
 
 
-def test_a_tier_that_computes_wrongly_is_passed_over(
+def test_an_instruction_set_that_computes_wrongly_is_passed_over(
     real_library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KAGARI_CPU_KERNELS", str(real_library))
     best = library.load()
     assert best is not None
     assert best.distrusted == ()
-    if best.tier == "scalar":
-        pytest.skip("this CPU has the scalar tier alone")
+    if best.isa == "scalar":
+        pytest.skip("this CPU has the scalar kernels alone")
     probe, asked = self_check.probe, iter([1.0, 1.01, 1.0, 1.0])  # the second time: of the best
 
     def lying(functions: ctypes.CDLL) -> tuple[torch.Tensor, ...]:
@@ -337,8 +337,8 @@ def test_a_tier_that_computes_wrongly_is_passed_over(
     lower = library.load()
     self_check.agrees.cache_clear()
     assert lower is not None
-    assert lower.tier == library.TIERS[library.TIERS.index(best.tier) - 1]
-    assert lower.distrusted == (best.tier,)
+    assert lower.isa == library.ISAS[library.ISAS.index(best.isa) - 1]
+    assert lower.distrusted == (best.isa,)
 
 
 def test_the_real_compiler_makes_what_is_loaded(cache: Path) -> None:

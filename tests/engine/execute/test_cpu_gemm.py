@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.config import ConfigError
 from engine.execute.kernels.cpu import library
-from engine.execute.kernels.cpu.library import TIERS, Embed, Gate, Gemm, Library, Packed, Step
+from engine.execute.kernels.cpu.library import ISAS, Embed, Gate, Gemm, Library, Packed, Step
 from engine.execute.weights import ggml_blocks
 
 FORMATS = {form.name: (code, form) for code, form in ggml_blocks.FORMATS.items()}
@@ -29,17 +29,17 @@ SHAPES = [(1, 32), (17, 256), (40, 288), (96, 576), (130, 1536)]  # outputs, inp
 LIMIT = {True: 32512, False: 127}  # the largest integer, with both planes and with one
 
 
-def opened(tier: str, threads: int) -> Library:
+def opened(isa: str, threads: int) -> Library:
     try:
-        found = library.load(tier=tier, threads=threads)
+        found = library.load(isa=isa, threads=threads)
     except ConfigError:
-        pytest.skip(f"this CPU has no {tier}")
+        pytest.skip(f"this CPU has no {isa}")
     if found is None:
         pytest.skip(f"no kernels here: {library.why_absent()}")
     return found
 
 
-@pytest.fixture(params=TIERS)
+@pytest.fixture(params=ISAS)
 def kernels(request: pytest.FixtureRequest) -> Iterator[Library]:
     found = opened(request.param, 1)
     yield found
@@ -281,25 +281,25 @@ def test_a_rows_bits_are_its_own(kernels: Library, name: str, both: bool) -> Non
         assert torch.equal(product(kernels, weights, part), together[:count])
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_threads_change_no_bit(tier: str) -> None:
-    one = opened(tier, 1)
+@pytest.mark.parametrize("isa", ISAS)
+def test_threads_change_no_bit(isa: str) -> None:
+    one = opened(isa, 1)
     weights = Weights.of(one, "q4_1", 200, 576)
     quants = Quants.of(torch.randn(70, 576), both=True)
     alone = product(one, weights, quants)
-    two = opened(tier, 2)
+    two = opened(isa, 2)
     assert torch.equal(product(two, weights, quants), alone)
     two.close()
 
 
 @pytest.mark.parametrize("name", ["q4_1", "q8_0", "q4_k", "q6_k"])
-def test_the_vector_tiers_agree_in_every_bit(name: str) -> None:
+def test_the_vector_instruction_sets_agree_in_every_bit(name: str) -> None:
     outs = []
     torch.manual_seed(3)
     x = torch.randn(9, 512)
-    for tier in ("avx2", "avx512"):
+    for isa in ("avx2", "avx512"):
         torch.manual_seed(4)
-        kernels = opened(tier, 1)
+        kernels = opened(isa, 1)
         outs.append(product(kernels, Weights.of(kernels, name, 48, 512), Quants.of(x, both=True)))
         kernels.close()
     assert torch.equal(*outs)

@@ -195,8 +195,8 @@ def test_best(kernels: Library, columns: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_rows_have_the_same_bits_in_any_batch(tier: str, threads: int) -> None:
-    kernels = library.load(tier=tier, threads=threads)
+def test_rows_have_the_same_bits_in_any_batch(isa: str, threads: int) -> None:
+    kernels = library.load(isa=isa, threads=threads)
     assert kernels is not None
     x, gain, halves = torch.randn(300, 576), torch.randn(576), torch.randn(300, 2 * 576)
     whole, alone = torch.empty(2, 300, 576), torch.empty(2, 300, 576)

@@ -115,8 +115,8 @@ struct Best {  // the first highest logit of each row of [num_last][columns]
 struct Op { int32_t kind, padding; const void* args; };
 
 using RunOp = void (*)(const void* args, const Step* step);
-struct Tier { const char* name; RunOp run[7]; };  // by Kind
-extern "C" const Tier kagari_tier_0, kagari_tier_1, kagari_tier_2;
+using Kernels = RunOp[7];  // by Kind
+extern "C" const Kernels kagari_isa_0, kagari_isa_1, kagari_isa_2;  // scalar, avx2, avx512
 
 // Calls body(context, begin, end) over [0, count) in runs of `grain`, on all threads of the pool.
 using RunRange = void (*)(void* context, int64_t begin, int64_t end);

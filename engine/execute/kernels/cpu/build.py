@@ -24,7 +24,7 @@ FLAGS = (
     *("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden"),
     *("-fno-exceptions", "-fno-rtti", "-pthread", "-Wall", "-Wextra", "-Wno-psabi"),
 )
-# Never -march=native: the file serves whichever CPU loads it, by the tiers that CPU has.
+# Never -march=native: the file serves whichever CPU loads it, by the instruction sets it has.
 UNITS = {
     "host": ("host.cpp",),
     "pack": ("pack.cpp",),

@@ -18,7 +18,7 @@ namespace {
 
 // --- instruction sets ----------------------------------------------------------------------------
 
-const Tier* tier;
+const RunOp* kernels;  // of the instruction set that is open
 
 bool cpu_has(int index) {
 #define HAS(name) __builtin_cpu_supports(name)
@@ -37,7 +37,7 @@ struct Rounding {  // to nearest, with subnormals, whatever the thread has had
 
 EXPORT void kagari_run(const Op* ops, int32_t count, const Step* step) {
   const Rounding rounding;
-  for (int32_t i = 0; i < count; i++) tier->run[ops[i].kind](ops[i].args, step);
+  for (int32_t i = 0; i < count; i++) kernels[ops[i].kind](ops[i].args, step);
 }
 
 namespace {
@@ -274,8 +274,8 @@ EXPORT int32_t kagari_open(int32_t index, int32_t threads) {
   if (index < 0) for (index = 2; !cpu_has(index);) index--;
   if (!cpu_has(index)) return -1;
   stop_workers();
-  const Tier* tiers[] = {&kagari_tier_0, &kagari_tier_1, &kagari_tier_2};
-  tier = tiers[index];
+  const RunOp* isas[] = {kagari_isa_0, kagari_isa_1, kagari_isa_2};
+  kernels = isas[index];
   if (threads >= 1 && threads <= MAX_WORKERS + 1 && start_workers(threads - 1)) return index;
   stop_workers();
   return -2;

@@ -1,8 +1,9 @@
 // The engine's CPU kernels: quantised products, norms, gates, rotary embedding and paged attention.
 //
-// No torch, no Python: arrays in, arrays out. Compiled once per tier (KAGARI_TIER); host.cpp picks
-// the tier and has the threads. Sums run in one order whatever the batch, the tile or the number of
-// threads, so a row's bits are its own; products and sums are fused only where `fma` says so.
+// No torch, no Python: arrays in, arrays out. Compiled once per instruction set (KAGARI_TIER: 0 any
+// x86-64, 1 AVX2, 2 AVX-512); host.cpp picks one and has the threads. Sums run in one order whatever
+// the batch, the tile or the number of threads, so a row's bits are its own; products and sums are
+// fused only where `fma` says so.
 
 #include "abi.h"
 
@@ -12,7 +13,7 @@
 
 namespace {
 
-// --- vectors of 16 lanes: one register or several, as the tier has them --------------------------
+// --- vectors of 16 lanes: one register or several, as the CPU has them ---------------------------
 
 typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
@@ -1145,12 +1146,7 @@ void run_attend(const void* args, const Step* step) {
 
 }  // namespace
 
-#if KAGARI_TIER == 2
-extern "C" const Tier kagari_tier_2 = {"avx512",
-#elif KAGARI_TIER == 1
-extern "C" const Tier kagari_tier_1 = {"avx2",
-#else
-extern "C" const Tier kagari_tier_0 = {"scalar",
-#endif
-    {run_embed, run_norm, run_gemm, run_rope, run_attend, run_gate, run_best},
-};
+#define JOINED(isa) kagari_isa_##isa
+#define NAMED(isa) JOINED(isa)
+extern "C" const Kernels NAMED(KAGARI_TIER) = {run_embed,  run_norm, run_gemm, run_rope,
+                                               run_attend, run_gate, run_best};

@@ -1,4 +1,4 @@
-"""The door to the compiled kernels: their structs, their functions, and which tier serves."""
+"""The door to the compiled kernels: their structs and functions, and which of them serve."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 from engine.config import ConfigError
 from engine.execute.kernels.cpu import build
 
-TIERS = ("scalar", "avx2", "avx512")
-TIER_VARIABLE = "KAGARI_CPU_TIER"
+ISAS = ("scalar", "avx2", "avx512")
+ISA_VARIABLE = "KAGARI_CPU_ISA"
 
 
 # Mirrors of the structs in abi.h, where their fields are explained. Arrays are addresses: whoever
@@ -160,19 +160,19 @@ class PoolStats:
 
 
 class Library:
-    """One tier of the kernels and its threads; both belong to the process: the last load holds.
+    """The kernels of an instruction set and their threads: the process has one of each.
 
-    One thread at a time may call; calls release the interpreter's lock.
+    The last load holds. One thread at a time may call; calls release the interpreter's lock.
     """
 
     def __init__(
-        self, functions: ctypes.CDLL, *, tier: str, threads: int, distrusted: tuple[str, ...] = ()
+        self, functions: ctypes.CDLL, *, isa: str, threads: int, distrusted: tuple[str, ...] = ()
     ) -> None:
         self.functions = functions
-        self.tier = tier
+        self.isa = isa
         self.threads = threads
         self._started: tuple[Program, Step] | None = None  # kept alive
-        self.distrusted = distrusted  # better tiers that this CPU has, but that compute wrongly
+        self.distrusted = distrusted  # better ones that this CPU has, but that compute wrongly
 
     def run(
         self, program: Program, step: Step, *, start: int = 0, count: int | None = None
@@ -213,40 +213,40 @@ def why_absent() -> str | None:
     return _absent[-1] if _absent else None
 
 
-def load(*, tier: str | None = None, threads: int = 1) -> Library | None:
-    """The kernels of a tier, by default KAGARI_CPU_TIER's, else the best this CPU has.
+def load(*, isa: str | None = None, threads: int = 1) -> Library | None:
+    """The kernels of an instruction set, by default KAGARI_CPU_ISA's, else the best this CPU has.
 
-    None where they are switched off or cannot be built: why_absent says why. A tier that fails its
-    self-check is passed over for the next lower one: see Library.distrusted. threads counts the
-    caller. Raises ConfigError for a tier that does not exist or that this CPU lacks, OSError when
-    threads cannot be started.
+    None where they are switched off or cannot be built: why_absent says why. One that
+    fails its self-check is passed over for the next lower one: see Library.distrusted. threads
+    counts the caller. Raises ConfigError for one that does not exist or that this CPU lacks,
+    OSError when threads cannot be started.
     """
     from engine.execute.kernels.cpu import self_check  # which imports this module
 
-    field, tier = ("tier", tier) if tier else (TIER_VARIABLE, os.environ.get(TIER_VARIABLE) or None)
-    if tier == "off":
-        _absent[:] = [f"{TIER_VARIABLE} is off"]
+    field, isa = ("isa", isa) if isa else (ISA_VARIABLE, os.environ.get(ISA_VARIABLE) or None)
+    if isa == "off":
+        _absent[:] = [f"{ISA_VARIABLE} is off"]
         return None
-    if tier not in (None, *TIERS):
-        raise _wrong_tier(field, tier, allowed=", ".join((*TIERS, "off")))
+    if isa not in (None, *ISAS):
+        raise _wrong_isa(field, isa, allowed=", ".join((*ISAS, "off")))
     try:
         functions = _built()
     except build.NoKernels as error:
         _absent[:] = [str(error)]
         return None
-    best = functions.kagari_open(TIERS.index(tier) if tier else -1, 1)
+    best = functions.kagari_open(ISAS.index(isa) if isa else -1, 1)
     if best < 0:
-        raise _wrong_tier(field, tier, allowed="a tier whose instructions this CPU has")
+        raise _wrong_isa(field, isa, allowed="one that this CPU has")
     index = next(index for index in range(best, -1, -1) if self_check.agrees(functions, index))
     if functions.kagari_open(index, threads) < 0:
         raise OSError(f"{threads} threads cannot be started")
-    distrusted = TIERS[index + 1 : best + 1]
-    return Library(functions, tier=TIERS[index], threads=threads, distrusted=distrusted)
+    distrusted = ISAS[index + 1 : best + 1]
+    return Library(functions, isa=ISAS[index], threads=threads, distrusted=distrusted)
 
 
-def _wrong_tier(field: str, tier: str | None, *, allowed: str) -> ConfigError:
+def _wrong_isa(field: str, isa: str | None, *, allowed: str) -> ConfigError:
     return ConfigError(
-        field, found=tier, allowed=allowed, remedy="leave it out for the best this CPU has"
+        field, found=isa, allowed=allowed, remedy="leave it out for the best this CPU has"
     )
 
 

@@ -1,4 +1,4 @@
-"""Whether a tier computes what the scalar one does: a small layer through both, at load."""
+"""Whether kernels compute what the scalar ones do: a small layer through both, at load."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Q4_1, Q5_1 = 3, 7  # ggml.h
 ROWS, HEADS, DIM, PAGE = 5, 2, 32, 16
 WIDTH = HEADS * DIM
 QKV = (HEADS + 2) * DIM  # one head of keys and one of values
-# Tiers differ in the roundings of fused sums, which may move an integer by one in 32,512; what is
+# They differ in the roundings of fused sums, which may move an integer by one in 32,512; what is
 # compiled wrongly, or runs on a CPU it was not made for, is far off.
 TOLERANCE = 2e-3
 
 
 @functools.cache
-def agrees(functions: ctypes.CDLL, tier: int) -> bool:
-    """Whether the tier (an index into TIERS) can be trusted; leaves it open, on one thread."""
+def agrees(functions: ctypes.CDLL, isa: int) -> bool:
+    """Whether those of isa, an index into ISAS, can be trusted; leaves them open, on one thread."""
     functions.kagari_open(0, 1)
     expected = probe(functions)
-    functions.kagari_open(tier, 1)
+    functions.kagari_open(isa, 1)
     return all(
         bool(((found - wanted).abs() <= TOLERANCE * wanted.abs().max()).all())
         for found, wanted in zip(probe(functions), expected, strict=True)
