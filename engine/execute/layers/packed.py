@@ -7,7 +7,7 @@ numbers stays torch's (linear.py), beside the others.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from ctypes import byref, c_int32
+from ctypes import byref
 from itertools import groupby
 from typing import NamedTuple
 
@@ -55,25 +55,18 @@ class Packer:
         whole = _read(
             checkpoint, [(name, shape[0]) for name, shape in zip(names, shapes, strict=True)]
         )
-        packed = Packed(n=-(-outputs // 16) * 16, k=inputs)
-        bits, block, wide, has_min = (c_int32() for _ in range(4))
-        form = (byref(bits), byref(block), byref(wide), byref(has_min))
-        known = self._functions.kagari_ggml_form(whole.kind, *form)
-        assert known == 0, f"GGML type {whole.kind} of {names[0]} has no packed form"
-        packed.bits, packed.block = bits.value, block.value
-        packed.wide, packed.has_min = wide.value, has_min.value
-        num_bytes = self._functions.kagari_packed_bytes(outputs, inputs, bits, block, wide, has_min)
-        packed.data = self._take(num_bytes).data_ptr()
+        packed = Packed()
+        known = self._functions.kagari_ggml_form(whole.kind, outputs, inputs, byref(packed))
+        assert known == 0, f"{names[0]}: rows of {inputs} of GGML type {whole.kind} have no kernel"
+        packed.data = self._take(self._functions.kagari_packed_bytes(byref(packed))).data_ptr()
         order = None if whole.order is None else torch.tensor(whole.order, dtype=torch.int32)
-        done = self._functions.kagari_pack_ggml(
+        self._functions.kagari_pack_ggml(
             whole.kind,
             whole.data.data_ptr(),
             outputs,
-            inputs,
             None if order is None else order.data_ptr(),
-            packed.data,
+            byref(packed),
         )
-        assert done == 0, f"{names[0]}: {outputs} by {inputs} weights cannot be packed"
         return packed
 
     def _take(self, num_bytes: int) -> Tensor:

@@ -73,11 +73,11 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> TinyFolder:
     return make
 
 
-@pytest.fixture(params=library.TIERS)
-def tier(request: pytest.FixtureRequest) -> str:
-    """Each tier of the CPU kernels that this CPU has."""
+@pytest.fixture(params=library.ISAS)
+def isa(request: pytest.FixtureRequest) -> str:
+    """Each instruction set of the CPU kernels that this CPU has."""
     try:
-        if library.load(tier=request.param) is None:
+        if library.load(isa=request.param) is None:
             pytest.skip(f"no CPU kernels here: {library.why_absent()}")
     except ConfigError:
         pytest.skip(f"this CPU has no {request.param}")
@@ -85,9 +85,9 @@ def tier(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def kernels(tier: str) -> Iterator[library.Library]:
-    """The CPU kernels of a tier on two threads."""
-    loaded = library.load(tier=tier, threads=2)
+def kernels(isa: str) -> Iterator[library.Library]:
+    """The CPU kernels of an instruction set on two threads."""
+    loaded = library.load(isa=isa, threads=2)
     assert loaded is not None
     yield loaded
     loaded.close()

@@ -23,10 +23,10 @@ CHUNKS = [(0, 70), (190, 131), (254, 3), (1000, 33)]  # (start, rows)
 LAYERS, LAYER = 2, 1
 
 
-@pytest.fixture(params=library.TIERS)
-def tier(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=library.ISAS)
+def isa(request: pytest.FixtureRequest) -> str:
     try:
-        if library.load(tier=request.param) is None:
+        if library.load(isa=request.param) is None:
             pytest.skip(str(library.why_absent()))
     except ConfigError:
         pytest.skip(f"this CPU has no {request.param}")
@@ -34,8 +34,8 @@ def tier(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def kernels(tier: str) -> Iterator[Library]:
-    loaded = library.load(tier=tier, threads=2)
+def kernels(isa: str) -> Iterator[Library]:
+    loaded = library.load(isa=isa, threads=2)
     assert loaded is not None
     yield loaded
     loaded.close()
@@ -178,14 +178,14 @@ def test_attend_equals_plain_softmax(
 @pytest.mark.parametrize("window", [0, 20, 300])
 @pytest.mark.parametrize("sizes", [(3, 3, 16, 16), (9, 3, 64, 64), (7, 1, 48, 128)])
 def test_rows_do_not_depend_on_company(
-    tier: str, sizes: tuple[int, int, int, int], window: int
+    isa: str, sizes: tuple[int, int, int, int], window: int
 ) -> None:
     """Whole, chunked, one by one, in a batch, on one thread, unsplit: the same bits."""
     shape = Shape(*sizes, window=window)
     tokens = 600
     sequence = random_sequence(shape, tokens, seed=1)
     other = random_sequence(shape, 1500, seed=2)
-    kernels = library.load(tier=tier, threads=2)
+    kernels = library.load(isa=isa, threads=2)
     assert kernels is not None
     whole = attend(kernels, shape, [(sequence, 0, tokens)])
     assert whole.isfinite().all()
@@ -200,7 +200,7 @@ def test_rows_do_not_depend_on_company(
         "one by one": torch.cat([attend(kernels, shape, [row]) for row in one_by_one[::7]]),
     }
     unsplit = [attend(kernels, shape, [row], scratch_floats=0) for row in one_by_one[::7]]
-    alone = library.load(tier=tier, threads=1)
+    alone = library.load(isa=isa, threads=1)
     assert alone is not None
     ways["on one thread"] = attend(alone, shape, [(sequence, 0, tokens)])
     for way, found in ways.items():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.config import ConfigError
 from engine.execute.kernels.cpu import library
-from engine.execute.kernels.cpu.library import TIERS, Embed, Gate, Gemm, Library, Packed, Step
+from engine.execute.kernels.cpu.library import ISAS, Embed, Gate, Gemm, Library, Packed, Step
 from engine.execute.weights import ggml_blocks
 
 FORMATS = {form.name: (code, form) for code, form in ggml_blocks.FORMATS.items()}
@@ -29,17 +29,17 @@ SHAPES = [(1, 32), (17, 256), (40, 288), (96, 576), (130, 1536)]  # outputs, inp
 LIMIT = {True: 32512, False: 127}  # the largest integer, with both planes and with one
 
 
-def opened(tier: str, threads: int) -> Library:
+def opened(isa: str, threads: int) -> Library:
     try:
-        found = library.load(tier=tier, threads=threads)
+        found = library.load(isa=isa, threads=threads)
     except ConfigError:
-        pytest.skip(f"this CPU has no {tier}")
+        pytest.skip(f"this CPU has no {isa}")
     if found is None:
         pytest.skip(f"no kernels here: {library.why_absent()}")
     return found
 
 
-@pytest.fixture(params=TIERS)
+@pytest.fixture(params=ISAS)
 def kernels(request: pytest.FixtureRequest) -> Iterator[Library]:
     found = opened(request.param, 1)
     yield found
@@ -56,6 +56,14 @@ def random_blocks(name: str, n: int, k: int) -> Tensor:
     return data.view(n, -1)
 
 
+def room_for(kernels: Library, packed: Packed) -> Tensor:
+    """Full of ones: packing must write every byte."""
+    size = kernels.functions.kagari_packed_bytes(ctypes.byref(packed))
+    data = torch.full((size,), 255, dtype=torch.uint8)
+    packed.data = data.data_ptr()
+    return data
+
+
 @dataclass
 class Weights:
     """Packed rows beside what they mean."""
@@ -70,19 +78,13 @@ class Weights:
     ) -> "Weights":
         code, form = FORMATS[name]
         rows = random_blocks(name, n, k)
-        numbers = [ctypes.c_int32() for _ in range(4)]
-        assert kernels.functions.kagari_ggml_form(code, *map(ctypes.byref, numbers)) == 0
-        bits, block, wide, has_min = (number.value for number in numbers)
-        size = kernels.functions.kagari_packed_bytes(n, k, bits, block, wide, has_min)
-        data = torch.full((size,), 255, dtype=torch.uint8)
+        packed = Packed()
+        assert kernels.functions.kagari_ggml_form(code, n, k, ctypes.byref(packed)) == 0
+        data = room_for(kernels, packed)
         picked = None if order is None else order.data_ptr()
-        done = kernels.functions.kagari_pack_ggml(
-            code, rows.data_ptr(), n, k, picked, data.data_ptr()
-        )
-        assert done == 0
+        kernels.functions.kagari_pack_ggml(code, rows.data_ptr(), n, picked, ctypes.byref(packed))
         exact = ggml_blocks.unpack(form, rows.view(-1)).view(n, k)
         exact = exact if order is None else exact[order.long()]
-        packed = Packed(data.data_ptr(), -(-n // 16) * 16, k, bits, block, wide, has_min)
         return Weights(packed, exact, data)
 
 
@@ -198,10 +200,10 @@ def test_rows_are_packed_in_the_order_given(kernels: Library) -> None:
 
 
 def test_unknown_types_and_broken_blocks_are_refused(kernels: Library) -> None:
-    pack = kernels.functions.kagari_pack_ggml
-    assert pack(10, None, 16, 256, None, None) == -1  # q2_K
-    assert pack(12, None, 16, 128, None, None) == -1  # half a block
-    assert kernels.functions.kagari_ggml_form(10, *[None] * 4) == -1
+    form, packed = kernels.functions.kagari_ggml_form, ctypes.byref(Packed())
+    assert form(12, 16, 256, packed) == 0  # q4_K
+    assert form(10, 16, 256, packed) == -1  # q2_K
+    assert form(12, 16, 128, packed) == -1  # half a block
 
 
 @pytest.mark.parametrize(("bits", "block", "wide", "has_min"), [
@@ -217,20 +219,18 @@ def test_any_integers_are_packed_and_multiplied(
     minima = torch.randn(n, k // block)
     if not wide:
         scales, minima = scales.half().float(), minima.half().float()
-    size = kernels.functions.kagari_packed_bytes(n, k, bits, block, wide, has_min)
-    data = torch.full((size,), 255, dtype=torch.uint8)
-    described = Packed(None, n, k, bits, block, wide, has_min)
+    packed = Packed(None, 32, k, bits, block, wide, has_min)
+    data = room_for(kernels, packed)
     kernels.functions.kagari_pack(
         quants.data_ptr(),
         scales.data_ptr(),
         minima.data_ptr() if has_min else None,
-        ctypes.byref(described),
-        data.data_ptr(),
+        n,
+        ctypes.byref(packed),
     )
     exact = quants * scales.repeat_interleave(block, 1)
     if has_min:
         exact = exact + minima.repeat_interleave(block, 1)
-    packed = Packed(data.data_ptr(), 32, k, bits, block, wide, has_min)
     weights = Weights(packed, exact, data)
     everything = torch.arange(n, dtype=torch.int32)
     assert torch.equal(embedded(kernels, weights, everything), exact)
@@ -281,25 +281,25 @@ def test_a_rows_bits_are_its_own(kernels: Library, name: str, both: bool) -> Non
         assert torch.equal(product(kernels, weights, part), together[:count])
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_threads_change_no_bit(tier: str) -> None:
-    one = opened(tier, 1)
+@pytest.mark.parametrize("isa", ISAS)
+def test_threads_change_no_bit(isa: str) -> None:
+    one = opened(isa, 1)
     weights = Weights.of(one, "q4_1", 200, 576)
     quants = Quants.of(torch.randn(70, 576), both=True)
     alone = product(one, weights, quants)
-    two = opened(tier, 2)
+    two = opened(isa, 2)
     assert torch.equal(product(two, weights, quants), alone)
     two.close()
 
 
 @pytest.mark.parametrize("name", ["q4_1", "q8_0", "q4_k", "q6_k"])
-def test_the_vector_tiers_agree_in_every_bit(name: str) -> None:
+def test_the_vector_instruction_sets_agree_in_every_bit(name: str) -> None:
     outs = []
     torch.manual_seed(3)
     x = torch.randn(9, 512)
-    for tier in ("avx2", "avx512"):
+    for isa in ("avx2", "avx512"):
         torch.manual_seed(4)
-        kernels = opened(tier, 1)
+        kernels = opened(isa, 1)
         outs.append(product(kernels, Weights.of(kernels, name, 48, 512), Quants.of(x, both=True)))
         kernels.close()
     assert torch.equal(*outs)

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional
 from torch.testing import assert_close
 
-from engine.execute.kernels import reference
 from engine.execute.kernels.cpu import library
 from engine.execute.kernels.cpu.library import Args, Best, Gate, Library, Norm, Step
 
@@ -196,8 +195,8 @@ def test_best(kernels: Library, columns: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_rows_have_the_same_bits_in_any_batch(tier: str, threads: int) -> None:
-    kernels = library.load(tier=tier, threads=threads)
+def test_rows_have_the_same_bits_in_any_batch(isa: str, threads: int) -> None:
+    kernels = library.load(isa=isa, threads=threads)
     assert kernels is not None
     x, gain, halves = torch.randn(300, 576), torch.randn(576), torch.randn(300, 2 * 576)
     whole, alone = torch.empty(2, 300, 576), torch.empty(2, 300, 576)
@@ -219,19 +218,3 @@ def test_rows_have_the_same_bits_in_any_batch(tier: str, threads: int) -> None:
         kernels.run(library.program(ops(alone, row)), Step(rows=1))
     kernels.close()
     assert torch.equal(whole, alone)
-
-
-def test_verify_tags(kernels: Library) -> None:
-    torch.manual_seed(0)
-    tags = torch.randint(0, 3, (50,))
-    pages, rows = (torch.randint(0, high, (200,), dtype=torch.int32) for high in (50, 40))
-    generations = tags[pages.long()]
-    generations[::37] += 1
-    wrong = torch.zeros(40, dtype=torch.bool)
-    arrays = (tags, pages, generations, rows)
-    kernels.functions.kagari_verify_tags(
-        *(array.data_ptr() for array in arrays), len(pages), wrong.data_ptr()
-    )
-    expected = reference.verify_tags(tags, pages.long(), generations, rows.long(), num_rows=40)
-    assert wrong.any()
-    assert torch.equal(wrong, expected)

@@ -15,20 +15,15 @@ ROOT = HERE.parents[2]
 BUILD_S, RUN_S = 300, 600
 
 # Two callers, several numbers of threads, workers that sleep: each chunk must be run once. The
-# tiers are stand-ins, for only the host's unit is compiled.
+# kernels are stand-ins, for only the host's unit is compiled.
 POOL = """
 #include <pthread.h>
-#include <stdint.h>
 #include <unistd.h>
+#include "abi.h"
 
-struct Tier { const char* name; void* run[7]; };
-
-extern "C" {
-extern const Tier kagari_tier_0 = {"", {}}, kagari_tier_1 = {"", {}}, kagari_tier_2 = {"", {}};
-int32_t kagari_open(int32_t, int32_t);
-void kagari_close();
-void kagari_parallel(int64_t, int64_t, void (*)(void*, int64_t, int64_t), void*);
-}
+const Kernels kagari_isa_0 = {}, kagari_isa_1 = {}, kagari_isa_2 = {};
+extern "C" int32_t kagari_open(int32_t, int32_t);
+extern "C" void kagari_close();
 
 constexpr int COUNT = 100, JOBS = 1000;
 struct Ran { int times[COUNT]; };
@@ -86,7 +81,7 @@ def test_the_pool_has_no_races(compiler: build.Compiler, tmp_path: Path) -> None
     source, program = tmp_path / "pool.cpp", tmp_path / "pool"
     source.write_text(POOL)
     flags = ["-std=c++17", "-O1", "-g", "-pthread", "-fsanitize=thread"]
-    files = [str(source), str(build.SOURCE), "-o", str(program)]
+    files = [str(source), str(build.SOURCES / "host.cpp"), f"-I{build.SOURCES}", "-o", str(program)]
     subprocess.run([*compiler.command, *flags, *files], check=True, timeout=BUILD_S)
     # Without random addresses: older runtimes do not start where they are spread too far.
     done = subprocess.run(

@@ -30,7 +30,7 @@ def test_its_log_says_why_torch_serves_alone(tiny_folder: Any) -> None:
             cwd=ROOT,
             pass_fds=[theirs.fileno()],
             stderr=subprocess.PIPE,
-            env={**os.environ, "KAGARI_CPU_TIER": "off"},
+            env={**os.environ, "KAGARI_CPU_ISA": "off"},
         )
         theirs.close()
         try:
@@ -45,5 +45,5 @@ def test_its_log_says_why_torch_serves_alone(tiny_folder: Any) -> None:
             process.wait()
     assert isinstance(up, wire.EngineUp)
     assert (up.info.compute, up.info.identity) == ("fast", "m+fast")  # as asked, and so announced
-    assert "torch computes every op, which is slower: KAGARI_CPU_TIER is off" in told.decode()
+    assert "torch computes every op, which is slower: KAGARI_CPU_ISA is off" in told.decode()
     assert process.returncode == 0

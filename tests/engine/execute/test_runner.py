@@ -305,7 +305,7 @@ def test_torch_serves_where_there_are_no_kernels(
 
     path = tiny_gguf("llama")
     expected = make_runner(path, pages="bf16")
-    monkeypatch.setenv("KAGARI_CPU_TIER", "off")
+    monkeypatch.setenv("KAGARI_CPU_ISA", "off")
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     config = RunnerConfig(num_pages=64, page_size=16, device="cpu", threads=1)
     runner = load_runner(Spec(str(path)), config)

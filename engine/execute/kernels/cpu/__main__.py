@@ -17,8 +17,8 @@ def main() -> int:
     if kernels is None:
         print(f"No CPU kernels, torch serves alone: {library.why_absent()}", file=sys.stderr)
         return 1
-    wrong = "".join(f"; {tier} failed its self-check" for tier in kernels.distrusted)
-    print(f"{build.library_file()} ({kernels.tier}{wrong})")
+    wrong = "".join(f"; {isa} failed its self-check" for isa in kernels.distrusted)
+    print(f"{build.library_file()} ({kernels.isa}{wrong})")
     return 0
 
 

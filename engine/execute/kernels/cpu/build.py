@@ -1,11 +1,9 @@
-"""Compiles kernels.cpp once and keeps the result in the cache folder, whole or not at all."""
+"""Compiles the kernels once and keeps the result in the cache folder, whole or not at all."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import fcntl
-import functools
 import hashlib
 import os
 import platform
@@ -21,17 +19,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCES = Path(__file__).parent
 FLAGS = (
     *("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden"),
     *("-fno-exceptions", "-fno-rtti", "-pthread", "-Wall", "-Wextra", "-Wno-psabi"),
 )
-# Never -march=native: the file serves whichever CPU loads it, by the tiers that CPU has.
+# Never -march=native: the file serves whichever CPU loads it, by the instruction sets it has.
 UNITS = {
-    "host": (),
-    "scalar": ("-DKAGARI_TIER=0",),
-    "avx2": ("-DKAGARI_TIER=1", "-mavx2", "-mfma", "-mf16c"),
-    "avx512": ("-DKAGARI_TIER=2", "-march=x86-64-v4", "-mavx512vnni"),
+    "host": ("host.cpp",),
+    "pack": ("pack.cpp",),
+    "scalar": ("kernels.cpp", "-DKAGARI_TIER=0"),
+    "avx2": ("kernels.cpp", "-DKAGARI_TIER=1", "-mavx2", "-mfma", "-mf16c"),
+    "avx512": ("kernels.cpp", "-DKAGARI_TIER=2", "-march=x86-64-v4", "-mavx512vnni"),
 }
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,--as-needed")
 BUILD_S = 120.0  # for everything: waiting for another builder, compiling, linking
@@ -50,9 +49,9 @@ class Compiler:
 
 
 def cache_folder() -> Path:
-    """KAGARI_CACHE, else ~/.cache/kagari."""
-    named = os.environ.get("KAGARI_CACHE")
-    return Path(named or "~/.cache/kagari").expanduser().absolute()
+    """Below KAGARI_CACHE, else ~/.cache/kagari."""
+    named = os.environ.get("KAGARI_CACHE") or "~/.cache/kagari"
+    return Path(named).expanduser().absolute() / "kernels"
 
 
 def find_compiler() -> Compiler | None:
@@ -67,13 +66,7 @@ def find_compiler() -> Compiler | None:
     return None
 
 
-def source_key() -> str:
-    """Changes with whatever changes the result, apart from the compiler's version."""
-    told = (SOURCE.read_text(), FLAGS, UNITS, LINK_FLAGS, platform.machine(), platform.libc_ver())
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
-
-
-def library_file(*, cache: Path | None = None, build_s: float = BUILD_S) -> Path:
+def library_file(*, build_s: float = BUILD_S) -> Path:
     """The compiled kernels: KAGARI_CPU_KERNELS, else from the cache, else compiled now (seconds).
 
     Without a compiler a build by any compiler serves. Raises NoKernels.
@@ -82,67 +75,54 @@ def library_file(*, cache: Path | None = None, build_s: float = BUILD_S) -> Path
         return Path(named)
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise NoKernels(f"the kernels are for Linux on x86-64, not {platform.platform(terse=True)}")
-    folder = (cache or cache_folder()) / "kernels"
-    key, compiler = source_key(), find_compiler()
+    sources = [path.read_text() for path in sorted(SOURCES.glob("*.[ch]*"))]
+    key = _digest(sources, FLAGS, UNITS, LINK_FLAGS, platform.machine(), platform.libc_ver())
+    folder, compiler = cache_folder(), find_compiler()
     if compiler is None:
-        for build in sorted(folder.glob(f"{key}-*"), key=_last_used, reverse=True):
-            if is_sound(build):
-                return build / "kernels.so"
-        raise NoKernels("no C++ compiler was found (g++, clang++ or $CXX), and no earlier build")
-    build = folder / f"{key}-{hashlib.sha256(compiler.version.encode()).hexdigest()[:8]}"
-    if is_sound(build):
+        builds = list(filter(_is_trusted, folder.glob(f"{key}-*.so")))
+        if not builds:
+            raise NoKernels("no C++ compiler was found (g++, clang++ or $CXX), and no build")
+        return max(builds, key=_last_used)
+    build = folder / f"{key}-{_digest(compiler.version)}.so"
+    if _is_trusted(build):
         with contextlib.suppress(OSError):
             os.utime(build)
-        return build / "kernels.so"
+        return build
     deadline = time.monotonic() + build_s
     try:
-        _make(build, compiler, deadline=deadline)
-    except OSError:  # a cache that cannot be written
-        build = _private_folder() / build.name
-        try:
-            _make(build, compiler, deadline=deadline)
-        except OSError as error:
-            raise NoKernels(f"neither {folder} nor {build} can be written: {error}") from error
-    return build / "kernels.so"
+        folder.mkdir(parents=True, exist_ok=True)
+        with _only_builder(folder, deadline=deadline):
+            if not _is_trusted(build):  # another builder may have been first
+                _make(build, compiler, deadline=deadline)
+    except OSError as error:
+        raise NoKernels(f"{folder} cannot be written ({error}): set KAGARI_CACHE") from error
+    return build
 
 
-def discard(path: Path) -> None:
-    """Forgets a build that could not be loaded, so that the next library_file compiles anew."""
-    if path.with_name("sha256").is_file():  # ours, not KAGARI_CPU_KERNELS
-        shutil.rmtree(path.parent, ignore_errors=True)
-
-
-def is_sound(build: Path) -> bool:
-    """Whether the build is whole, and nobody but this user or root could have changed it."""
-    try:
-        library = (build / "kernels.so").read_bytes()
-        told = (build / "sha256").read_text()
-        owned = all(
-            (status := path.stat()).st_uid in {0, os.getuid()} and not status.st_mode & 0o022
-            for path in (build, build / "kernels.so")
-        )
-    except (OSError, UnicodeDecodeError):
-        return False
-    return owned and hashlib.sha256(library).hexdigest() == told
+def discard(build: Path) -> None:
+    """Forgets one that could not be loaded, so that the next library_file compiles anew."""
+    if build.parent == cache_folder():  # not KAGARI_CPU_KERNELS
+        build.unlink(missing_ok=True)
 
 
 def compile_library(
     to: Path, compiler: Compiler, *, deadline: float, extra: Sequence[str] = ()
 ) -> None:
-    """Compiles the units, two at a time, in the folder of `to`, and links them; extra: flags for
-    both. Raises NoKernels."""
+    """Compiles the units beside `to`, two at a time, and links them; extra: flags for both.
+
+    Raises NoKernels.
+    """
 
     def compile_unit(name: str) -> str:
         unit = str(to.with_name(f"{name}.o"))
-        flags = (*FLAGS, *UNITS[name], *extra)
-        _run([*compiler.command, *flags, "-c", str(SOURCE), "-o", unit], deadline=deadline)
+        source, *flags = UNITS[name]
+        command = [*compiler.command, *FLAGS, *flags, *extra, "-c", str(SOURCES / source)]
+        _run([*command, "-o", unit], deadline=deadline)
         return unit
 
     with ThreadPoolExecutor(2) as pool:
         units = list(pool.map(compile_unit, reversed(UNITS)))  # the longest first
     _run([*compiler.command, *LINK_FLAGS, *extra, *units, "-o", str(to)], deadline=deadline)
-    for unit in units:
-        os.unlink(unit)
 
 
 def _run(command: list[str], *, deadline: float) -> None:
@@ -189,37 +169,27 @@ def _only_builder(folder: Path, *, deadline: float) -> Iterator[None]:
 
 
 def _make(build: Path, compiler: Compiler, *, deadline: float) -> None:
-    build.parent.mkdir(parents=True, exist_ok=True)
-    with _only_builder(build.parent, deadline=deadline):
-        if not is_sound(build):  # another builder may have been first
-            _replace(build, compiler, deadline=deadline)
-            _prune(build)
-
-
-def _replace(build: Path, compiler: Compiler, *, deadline: float) -> None:
-    """Puts a new build in place by one rename; a broken one is moved away before."""
-    made = Path(tempfile.mkdtemp(prefix="building-", dir=build.parent))
-    library = made / "kernels.so"
-    try:
-        compile_library(library, compiler, deadline=deadline)
-        (made / "sha256").write_text(hashlib.sha256(library.read_bytes()).hexdigest())
-        library.chmod(0o755)
+    """Puts a new build in place by one rename, once all of it is on the disk."""
+    for leftover in build.parent.glob("building-*"):  # a killed builder's: we hold the lock
+        shutil.rmtree(leftover, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="building-", dir=build.parent) as folder:
+        made = Path(folder) / "kernels.so"
+        compile_library(made, compiler, deadline=deadline)
         made.chmod(0o755)
-        if build.exists():
-            build.rename(made.with_name(f"{made.name}-broken"))
-        made.rename(build)
-    finally:
-        for leftover in build.parent.glob(
-            "building-*"
-        ):  # also a killed builder's: we hold the lock
-            shutil.rmtree(leftover, ignore_errors=True)
+        with made.open("rb") as file:
+            os.fsync(file.fileno())
+        made.replace(build)
+    for old in sorted(build.parent.glob("*.so"), key=_last_used)[:-KEPT_BUILDS]:
+        old.unlink(missing_ok=True)
 
 
-@functools.cache
-def _private_folder() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="kagari-kernels-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+def _is_trusted(build: Path) -> bool:
+    """Whether it is there, and nobody but this user or root can have changed it."""
+    try:
+        status = build.stat()
+    except OSError:
+        return False
+    return status.st_uid in {0, os.getuid()} and not status.st_mode & 0o022
 
 
 def _last_used(build: Path) -> float:
@@ -229,7 +199,5 @@ def _last_used(build: Path) -> float:
         return 0.0
 
 
-def _prune(keep: Path) -> None:
-    builds = [path for path in keep.parent.iterdir() if path.is_dir() and path != keep]
-    for old in sorted(builds, key=_last_used, reverse=True)[KEPT_BUILDS - 1 :]:
-        shutil.rmtree(old, ignore_errors=True)
+def _digest(*told: object) -> str:
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]

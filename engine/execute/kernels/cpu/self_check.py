@@ -1,4 +1,4 @@
-"""Whether a tier computes what the scalar one does: a small layer through both, at load."""
+"""Whether kernels compute what the scalar ones do: a small layer through both, at load."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from torch import Tensor
 
 from engine.execute.kernels.cpu import library
 
+Q4_1, Q5_1 = 3, 7  # ggml.h
 ROWS, HEADS, DIM, PAGE = 5, 2, 32, 16
 WIDTH = HEADS * DIM
 QKV = (HEADS + 2) * DIM  # one head of keys and one of values
-# Tiers differ in the roundings of fused sums, which may move an integer by one in 32,512; what is
+# They differ in the roundings of fused sums, which may move an integer by one in 32,512; what is
 # compiled wrongly, or runs on a CPU it was not made for, is far off.
 TOLERANCE = 2e-3
 
 
 @functools.cache
-def agrees(functions: ctypes.CDLL, tier: int) -> bool:
-    """Whether the tier (an index into TIERS) can be trusted; leaves it open, on one thread."""
+def agrees(functions: ctypes.CDLL, isa: int) -> bool:
+    """Whether those of isa, an index into ISAS, can be trusted; leaves them open, on one thread."""
     functions.kagari_open(0, 1)
     expected = probe(functions)
-    functions.kagari_open(tier, 1)
+    functions.kagari_open(isa, 1)
     return all(
         bool(((found - wanted).abs() <= TOLERANCE * wanted.abs().max()).all())
         for found, wanted in zip(probe(functions), expected, strict=True)
@@ -46,7 +47,8 @@ def probe(functions: ctypes.CDLL) -> tuple[Tensor, ...]:
     arena = library.Arena(pages.data_ptr(), pages.numel(), 0, 1, PAGE, DIM, 0)
     floats = functions.kagari_attention_scratch(ROWS, HEADS, DIM, ROWS, 1)
     scratch = torch.empty(floats)
-    first, second = (_Weights(functions, bits, random) for bits in (4, 8))
+    first = _Weights(functions, Q4_1, 20, random)
+    second = _Weights(functions, Q5_1, 24, random)  # packed in 8 bits
     layer = library.program(
         [
             library.Norm(
@@ -119,19 +121,19 @@ class _Quants:
 
 
 class _Weights:
-    """Random ones, [QKV, WIDTH], packed."""
+    """Random ones, [QKV, WIDTH], of a GGML type whose blocks begin with a scale and a minimum."""
 
-    def __init__(self, functions: ctypes.CDLL, bits: int, random: torch.Generator) -> None:
-        quants = torch.randint(0, 1 << bits, (QKV, WIDTH), dtype=torch.uint8, generator=random)
-        scales = torch.rand(QKV, WIDTH // 32, generator=random) * 2**-bits
-        minima = -torch.rand(QKV, WIDTH // 32, generator=random) / 2
-        form = (bits, 32, 1, 1)  # a scale and a minimum for 32 inputs, in fp32
-        size = functions.kagari_packed_bytes(QKV, WIDTH, *form)
-        self.data = torch.empty(size, dtype=torch.uint8)
-        self.struct = library.Packed(self.data.data_ptr(), QKV, WIDTH, *form)
-        arrays = (quants, scales, minima)
-        functions.kagari_pack(
-            *(array.data_ptr() for array in arrays),
-            ctypes.byref(self.struct),
-            self.data.data_ptr(),
+    def __init__(
+        self, functions: ctypes.CDLL, kind: int, block_bytes: int, random: torch.Generator
+    ) -> None:
+        blocks = torch.randint(
+            256, (QKV, WIDTH // 32, block_bytes), dtype=torch.uint8, generator=random
         )
+        numbers = torch.rand(QKV, WIDTH // 32, 2, generator=random) * torch.tensor([1 / 16, -0.5])
+        blocks[..., :4] = numbers.half().view(torch.uint8)
+        self.struct = library.Packed()
+        functions.kagari_ggml_form(kind, QKV, WIDTH, ctypes.byref(self.struct))
+        size = functions.kagari_packed_bytes(ctypes.byref(self.struct))
+        self.data = torch.empty(size, dtype=torch.uint8)
+        self.struct.data = self.data.data_ptr()
+        functions.kagari_pack_ggml(kind, blocks.data_ptr(), QKV, None, ctypes.byref(self.struct))
