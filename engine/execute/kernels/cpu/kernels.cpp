@@ -20,109 +20,97 @@ typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
 typedef uint8_t Bytes __attribute__((vector_size(64), aligned(1), may_alias));
 
-inline Floats splat(float v) { return Floats{v, v, v, v, v, v, v, v, v, v, v, v, v, v, v, v}; }
-inline Floats load(const float* at) { return *reinterpret_cast<const Floats*>(at); }
-inline void store(float* at, Floats value) { *reinterpret_cast<Floats*>(at) = value; }
-
-inline Floats fma(Floats a, Floats b, Floats c) {
 #if KAGARI_TIER == 2
-  return reinterpret_cast<Floats>(_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c));
+#define WIDE(name) _mm512_##name
+typedef __m512 Register;
 #elif KAGARI_TIER == 1
-  union { Floats whole; __m256 half[2]; } x{a}, y{b}, z{c};
-  for (int i = 0; i < 2; i++) z.half[i] = _mm256_fmadd_ps(x.half[i], y.half[i], z.half[i]);
-  return z.whole;
+#define WIDE(name) _mm256_##name
+typedef __m256 Register;
 #else
-  return a * b + c;
+#define WIDE(name) _mm_##name
+typedef __m128 Register;
 #endif
-}
+constexpr int REGISTERS = sizeof(Floats) / sizeof(Register);
+union Registers { Floats whole; Register part[REGISTERS]; };
 
-#if KAGARI_TIER == 2
-inline Ints above(Floats a, Floats b) { return a > b; }  // all ones where it holds
-inline Floats choose(Ints where, Floats a, Floats b) { return where ? a : b; }
-#else  // the compiler would go lane by lane through comparisons wider than its registers
-typedef float Part __attribute__((vector_size(KAGARI_TIER ? 32 : 16)));
-inline Ints above(Floats a, Floats b) {
-  union { Floats whole; Part part[64 / sizeof(Part)]; } x{a}, y{b};
-  union { Ints whole; decltype(x.part[0] > x.part[0]) part[64 / sizeof(Part)]; } result;
-  for (unsigned i = 0; i < 64 / sizeof(Part); i++) result.part[i] = x.part[i] > y.part[i];
-  return result.whole;
+inline Floats splat(float v) { return v - Floats{}; }
+
+inline Floats load(const float* at) { return *reinterpret_cast<const Floats*>(at); }
+
+inline Floats load(const float* at, int lanes, Floats rest = splat(0)) {  // rest: the other lanes
+  if (lanes == 16) return load(at);
+  memcpy(&rest, at, lanes * sizeof(float));
+  return rest;
 }
-inline Floats choose(Ints where, Floats a, Floats b) {
-  return reinterpret_cast<Floats>((where & reinterpret_cast<Ints>(a)) |
-                                  (~where & reinterpret_cast<Ints>(b)));
-}
-#endif
 
 inline Floats load_bf16(const uint16_t* at) {
   return reinterpret_cast<Floats>(
       __builtin_convertvector(*reinterpret_cast<const Halves*>(at), Ints) << 16);
 }
 
-inline void store_bf16(uint16_t* at, Floats value) {  // to nearest, ties to even
-  Ints bits = reinterpret_cast<Ints>(value);
-  Ints rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  *reinterpret_cast<Halves*>(at) = __builtin_convertvector(rounded, Halves);
+inline void store(float* at, Floats value, int lanes = 16) {
+  if (lanes == 16) *reinterpret_cast<Floats*>(at) = value;
+  else memcpy(at, &value, lanes * sizeof(float));
 }
 
-inline Floats load_part(const float* at, int count) {  // of 16 lanes; the others are 0
-  Floats value = splat(0);
-  memcpy(&value, at, count * sizeof(float));
-  return value;
+inline Floats fma(Floats a, Floats b, Floats c) {  // fused where the tier can
+#if KAGARI_TIER > 0
+  Registers x{a}, y{b}, z{c};
+  for (int i = 0; i < REGISTERS; i++)
+    z.part[i] = WIDE(fmadd_ps)(x.part[i], y.part[i], z.part[i]);
+  return z.whole;
+#else
+  return a * b + c;
+#endif
 }
 
-inline void store_part(float* at, Floats value, int count) {
-  memcpy(at, &value, count * sizeof(float));
+inline Floats larger(Floats a, Floats b) {  // b if one is not a number
+  Registers x{a}, y{b};
+  for (int i = 0; i < REGISTERS; i++) x.part[i] = WIDE(max_ps)(x.part[i], y.part[i]);
+  return x.whole;
 }
 
-inline float sum(Floats value) {  // of the lanes, halves folded together
-  for (int half = 8; half; half /= 2)
-    for (int i = 0; i < half; i++) value[i] += value[i + half];
-  return value[0];
+template <int d, class Vector>
+inline Vector exchange(Vector v) {  // lane i gets lane i ^ d
+  return __builtin_shufflevector(v, v, 0 ^ d, 1 ^ d, 2 ^ d, 3 ^ d, 4 ^ d, 5 ^ d, 6 ^ d, 7 ^ d,
+                                 8 ^ d, 9 ^ d, 10 ^ d, 11 ^ d, 12 ^ d, 13 ^ d, 14 ^ d, 15 ^ d);
 }
 
-// e^x, x cut to 88; 0 below -87; within 1 ulp. 2^n e^r with |r| <= ln 2 / 2, polynomial fitted.
+template <class Vector, class Of>
+inline auto fold(Vector v, const Of& of) {  // all lanes to one: halves, then theirs, and so on
+  v = of(v, exchange<8>(v));
+  v = of(v, exchange<4>(v));
+  v = of(v, exchange<2>(v));
+  return of(v, exchange<1>(v))[0];
+}
+
+template <class Vector>
+inline auto sum(Vector v) { return fold(v, [](Vector a, Vector b) { return a + b; }); }
+
+inline float highest(Floats v) {
+  return fold(v, [](Floats a, Floats b) { return larger(a, b); });
+}
+
+// e^x for x up to 88, 0 below -88; within 1 ulp. 2^n e^r with |r| ≤ ln 2 / 2, polynomial fitted.
 inline Floats exponential(Floats x) {
-  Floats top = splat(88.0f), shift = splat(12582912.0f);  // 1.5 × 2^23: rounds to an integer
-  Floats cut = choose(above(x, top), top, x);
-  Floats shifted = fma(cut, splat(1.44269504f), shift), n = shifted - shift;
-  Floats r = fma(n, splat(-0.693359375f), cut);
-  r = fma(n, splat(2.12194442e-4f), r);
+  const float shift = 12582912.0f + 127.0f;  // 1.5 × 2^23: rounds to an integer; 127: 2^0's bits
+  const Floats cut = larger(x, splat(-88.0f));
+  const Floats shifted = fma(cut, splat(1.44269504f), splat(shift)), n = shifted - shift;
+  const Floats r = fma(n, splat(2.12194442e-4f), fma(n, splat(-0.693359375f), cut));
   Floats p = fma(splat(1.37513888e-3f), r, splat(8.36892333e-3f));
   p = fma(p, r, splat(4.16695327e-2f));
   p = fma(p, r, splat(1.66665182e-1f));
   p = fma(p, r, splat(4.99999881e-1f));
   p = fma(p, r * r, r) + 1.0f;
-  Ints power = (reinterpret_cast<Ints>(shifted) - 0x4b400000 + 127) << 23;
-  Floats value = p * reinterpret_cast<Floats>(power);
-  return choose(above(splat(-87.0f), x), splat(0), value);
+  return p * reinterpret_cast<Floats>(reinterpret_cast<Ints>(shifted) << 23);
 }
 
 // --- quantised products --------------------------------------------------------------------------
 
 typedef int8_t Sixteen __attribute__((vector_size(16), aligned(1), may_alias));
 
-template <int d>
-inline Ints exchange(Ints v) {  // lane i gets lane i ^ d
-  return __builtin_shufflevector(v, v, 0 ^ d, 1 ^ d, 2 ^ d, 3 ^ d, 4 ^ d, 5 ^ d, 6 ^ d, 7 ^ d,
-                                 8 ^ d, 9 ^ d, 10 ^ d, 11 ^ d, 12 ^ d, 13 ^ d, 14 ^ d, 15 ^ d);
-}
-
 inline Ints larger(Ints a, Ints b) {  // neither is below 0
   return a - ((a - b) & ((a - b) >> 31));
-}
-
-inline int32_t largest_of(Ints v) {
-  v = larger(v, exchange<8>(v));
-  v = larger(v, exchange<4>(v));
-  v = larger(v, exchange<2>(v));
-  return larger(v, exchange<1>(v))[0];
-}
-
-inline int32_t sum_of(Ints v) {
-  v += exchange<8>(v);
-  v += exchange<4>(v);
-  v += exchange<2>(v);
-  return (v + exchange<1>(v))[0];
 }
 
 // Blocks of 32 share a scale: largest / 32512 of 16-bit integers split in two signed bytes, or
@@ -131,8 +119,9 @@ void quantize_row(const float* x, const Quants& to, int64_t row) {
   const float limit = to.low ? 32512 : 127;
   for (int64_t at = 0, block = row * to.width / 32; at < to.width; at += 32, block++) {
     const Floats halves[2] = {load(x + at), load(x + at + 16)};
-    const int32_t bits = largest_of(larger(reinterpret_cast<Ints>(halves[0]) & 0x7fffffff,
-                                           reinterpret_cast<Ints>(halves[1]) & 0x7fffffff));
+    const int32_t bits = fold(larger(reinterpret_cast<Ints>(halves[0]) & 0x7fffffff,
+                                    reinterpret_cast<Ints>(halves[1]) & 0x7fffffff),
+                             [](Ints a, Ints b) { return larger(a, b); });
     float largest;  // by its bits: a NaN is larger than infinity
     memcpy(&largest, &bits, sizeof largest);
     const bool is_sane = bits < 0x7f800000, is_zero = largest < 1e-30f;  // limit / largest: inf
@@ -147,7 +136,7 @@ void quantize_row(const float* x, const Quants& to, int64_t row) {
       if (to.low)
         *reinterpret_cast<Sixteen*>(to.low + first) =
             __builtin_convertvector(value - (high << 8), Sixteen);
-      to.sums[block * 2 + half] = sum_of(value);
+      to.sums[block * 2 + half] = sum(value);
     }
   }
 }
@@ -387,11 +376,11 @@ void multiply_pair(const Gemm& gemm, int64_t tile, int64_t row, int count) {
   for (int t = 0; t < 2 && (tile + t) * 16 < gemm.columns; t++) {
     const int64_t column = (tile + t) * 16;
     const int lanes = gemm.columns - column < 16 ? gemm.columns - column : 16;
-    const Floats bias = gemm.bias ? load_part(gemm.bias + column, lanes) : splat(0);
+    const Floats bias = gemm.bias ? load(gemm.bias + column, lanes) : splat(0);
     float* out = gemm.out + row * gemm.stride + column;
     for (int r = 0; r < count; r++, out += gemm.stride) {
       const Floats value = load(panel.sums[r][t]), sum = gemm.bias ? value + bias : value;
-      if (lanes == 16) store(out, sum); else store_part(out, sum, lanes);
+      store(out, sum, lanes);
     }
   }
 }
@@ -449,21 +438,13 @@ inline void each_vector(int32_t width, const Body& body) {
   if (column < width) body(column, width - column);
 }
 
-inline Floats load_lanes(const float* at, int lanes) {
-  return lanes == 16 ? load(at) : load_part(at, lanes);
-}
-
-inline void store_lanes(float* at, Floats value, int lanes) {
-  if (lanes == 16) store(at, value); else store_part(at, value, lanes);
-}
-
-inline Floats norm_factor(const float* x, int32_t width, float eps) {  // 1 / root mean square
-  Floats squares = splat(0);
+inline float norm_factor(const float* x, int32_t width, float eps) {  // 1 / root mean square
+  Floats squares = {};
   each_vector(width, [&](int32_t at, int lanes) {
-    Floats value = load_lanes(x + at, lanes);
+    const Floats value = load(x + at, lanes);
     squares = fma(value, value, squares);
   });
-  return splat(1.0f / __builtin_sqrtf(sum(squares) / width + eps));
+  return 1.0f / __builtin_sqrtf(sum(squares) / width + eps);
 }
 
 // A row of `out` (of whole blocks, if it is quantised too), else `spare`, filled up with zeros.
@@ -475,26 +456,25 @@ inline float* row_or(float* out, int64_t row, int32_t width, float* spare, const
 
 void run_norm(const void* args, const Step* step) {
   const Norm& op = *static_cast<const Norm*>(args);
-  int32_t width = op.width, rows = op.only_last ? step->num_last : step->rows;
+  const int32_t width = op.width, rows = op.only_last ? step->num_last : step->rows;
   parallel(rows, rows_a_chunk(width), [&](int64_t begin, int64_t end) {
     float* spare = (float*)__builtin_alloca(sizeof(float) * (width + 32));
     for (int64_t row = begin; row < end; row++) {
       float* x = op.x + (op.only_last ? step->last[row] : row) * (int64_t)width;
       if (op.added) {
         const float* added = op.added + row * width;
-        Floats factor = op.post ? norm_factor(added, width, op.eps) : splat(1);
+        const float factor = op.post ? norm_factor(added, width, op.eps) : 1;
         each_vector(width, [&](int32_t at, int lanes) {
-          Floats value = load_lanes(added + at, lanes);
-          if (op.post) value = value * factor * load_lanes(op.post + at, lanes);
-          store_lanes(x + at, load_lanes(x + at, lanes) + value, lanes);
+          Floats value = load(added + at, lanes);
+          if (op.post) value = value * factor * load(op.post + at, lanes);
+          store(x + at, load(x + at, lanes) + value, lanes);
         });
       }
       if (!op.gain) continue;
-      Floats factor = norm_factor(x, width, op.eps);
+      const float factor = norm_factor(x, width, op.eps);
       float* out = row_or(op.out, row, width, spare, op.quants);
       each_vector(width, [&](int32_t at, int lanes) {
-        Floats value = load_lanes(x + at, lanes) * factor * load_lanes(op.gain + at, lanes);
-        store_lanes(out + at, value, lanes);
+        store(out + at, load(x + at, lanes) * factor * load(op.gain + at, lanes), lanes);
       });
       if (op.quants) quantize_row(out, *op.quants, row);
     }
@@ -503,18 +483,18 @@ void run_norm(const void* args, const Step* step) {
 
 void run_gate(const void* args, const Step* step) {
   const Gate& op = *static_cast<const Gate*>(args);
-  int32_t width = op.width;
+  const int32_t width = op.width;
   parallel(step->rows, rows_a_chunk(2 * width), [&](int64_t begin, int64_t end) {
     float* spare = (float*)__builtin_alloca(sizeof(float) * (width + 32));
     for (int64_t row = begin; row < end; row++) {
       const float* in = op.in + row * 2 * width;
       float* out = row_or(op.out, row, width, spare, op.quants);
       each_vector(width, [&](int32_t at, int lanes) {
-        Floats x = load_lanes(in + at, lanes), t = x;
+        Floats x = load(in + at, lanes), t = x;
         if (op.is_gelu)  // x / (1 + e^-2u) = x (1 + tanh u) / 2, u = √(2/π) (x + 0.044715 x³)
           t = x * fma(x * x, splat(0.0713548139f), splat(1.59576917f));
-        Floats value = x / (exponential(-t) + 1.0f) * load_lanes(in + width + at, lanes);
-        store_lanes(out + at, value, lanes);
+        const Floats divisor = exponential(-larger(t, splat(-88.0f))) + 1.0f;
+        store(out + at, x / divisor * load(in + width + at, lanes), lanes);
       });
       if (op.quants) quantize_row(out, *op.quants, row);
     }
@@ -523,30 +503,29 @@ void run_gate(const void* args, const Step* step) {
 
 void run_best(const void* args, const Step* step) {
   const Best& op = *static_cast<const Best*>(args);
+  constexpr int32_t PART = 512;  // columns, of which the first best part is looked through again
   parallel(step->num_last, 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
       const float* logits = op.logits + row * op.columns;
-      Floats best = splat(-__builtin_inff());
-      Ints index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-      Ints ids = index, odd = index;  // odd: below 0 in lanes that met NaN
-      each_vector(op.columns, [&](int32_t at, int lanes) {
-        Floats value = best;  // what is beyond the row is never better
-        if (lanes == 16) value = load(logits + at);
-        else memcpy(&value, logits + at, lanes * sizeof(float));
-        Ints better = above(value, best);
-        best = choose(better, value, best);
-        ids = (better & (index + at)) | (~better & ids);
-        odd |= 0x7f800000 - (reinterpret_cast<Ints>(value) & 0x7fffffff);
-      });
-      int chosen = 0;
-      bool is_number = odd[0] >= 0;
-      for (int i = 1; i < 16; i++) {
-        bool better = best[i] > best[chosen] || (best[i] == best[chosen] && ids[i] < ids[chosen]);
-        if (better) chosen = i;
-        is_number &= odd[i] >= 0;
+      const float lowest = -__builtin_inff();
+      float best = lowest;
+      int32_t id = 0;
+      Ints odd = {};  // below 0 in lanes that met NaN
+      for (int32_t first = 0; first < op.columns; first += PART) {
+        Floats top = splat(lowest);
+        each_vector(op.columns - first < PART ? op.columns - first : PART, [&](int at, int lanes) {
+          const Floats value = load(logits + first + at, lanes, splat(lowest));
+          odd |= 0x7f800000 - (reinterpret_cast<Ints>(value) & 0x7fffffff);
+          top = larger(value, top);
+        });
+        const float found = highest(top);
+        if (found > best) best = found, id = first;
       }
-      op.ids[row] = ids[chosen];
-      op.values[row] = is_number ? best[chosen] : __builtin_nanf("");
+      while (id + 1 < op.columns && logits[id] < best) id++;
+      bool is_number = true;
+      for (int i = 0; i < 16; i++) is_number &= odd[i] >= 0;
+      op.ids[row] = id;
+      op.values[row] = is_number ? best : __builtin_nanf("");
     }
   });
 }
@@ -570,14 +549,6 @@ inline Lanes& lanes(float* at) { return *reinterpret_cast<Lanes*>(at); }
 inline const Lanes& lanes(const float* at) { return *reinterpret_cast<const Lanes*>(at); }
 inline Lanes spread(float value) { return value - Lanes{}; }
 
-#if KAGARI_TIER == 2
-#define WIDE(name) _mm512_##name
-#elif KAGARI_TIER == 1
-#define WIDE(name) _mm256_##name
-#else
-#define WIDE(name) _mm_##name
-#endif
-
 inline Lanes fused(Lanes a, Lanes b, Lanes c) {
 #if KAGARI_TIER > 0
   return WIDE(fmadd_ps)(a, b, c);
@@ -586,7 +557,7 @@ inline Lanes fused(Lanes a, Lanes b, Lanes c) {
 #endif
 }
 
-inline float highest(Lanes value) {
+inline float highest_lane(Lanes value) {
   union { Lanes whole; __m128 part[LANES / 4]; } parts{value};
   __m128 best = parts.part[0];
   for (int i = 1; i < LANES / 4; i++) best = _mm_max_ps(best, parts.part[i]);
@@ -595,12 +566,12 @@ inline float highest(Lanes value) {
   return _mm_cvtss_f32(best);
 }
 
-inline Lanes larger(Lanes a, Lanes b) { return WIDE(max_ps)(a, b); }  // b if one is not a number
+inline Lanes higher(Lanes a, Lanes b) { return WIDE(max_ps)(a, b); }  // b if one is not a number
 
 // 2^x for x ≤ 0, 0 below 2^-126.5; reduction to |r| ≤ 1/2 and polynomial of Cephes' exp2f.
 inline Lanes power_of_two(Lanes x) {
   const float magic = 12582912.0f + 127.0f;  // 1.5 × 2^23: rounds; 127: the exponent's bias
-  const Lanes cut = larger(spread(-126.9f), x), shifted = cut + magic, r = cut - (shifted - magic);
+  const Lanes cut = higher(spread(-126.9f), x), shifted = cut + magic, r = cut - (shifted - magic);
   Lanes p = fused(spread(1.535336188e-4f), r, spread(1.339887440e-3f));
   p = fused(p, r, spread(9.618437357e-3f));
   p = fused(p, r, spread(5.550332471e-2f));
@@ -934,8 +905,8 @@ void soften(const Rows& of, int tile, int first, int count, Workspace& work, flo
     }
     float* const high = work.segment + (first + i) * (of.dim + 16) + of.dim;
     Lanes top = spread(before[i] = *high);
-    for (int j = 0; j < KEY_TILE; j += LANES) top = larger(lanes(scores + j), top);
-    best[i] = *high = highest(top);
+    for (int j = 0; j < KEY_TILE; j += LANES) top = higher(lanes(scores + j), top);
+    best[i] = *high = highest_lane(top);
   }
   for (int i = 0; i < TILE_ROWS; i += LANES)
     lanes(before + i) = power_of_two(lanes(before + i) - lanes(best + i));
