@@ -252,22 +252,12 @@ inline Ints exchange(Ints v) {  // lane i gets lane i ^ d
                                  8 ^ d, 9 ^ d, 10 ^ d, 11 ^ d, 12 ^ d, 13 ^ d, 14 ^ d, 15 ^ d);
 }
 
-inline Ints larger(Ints a, Ints b) {  // neither is below 0
-  return a - ((a - b) & ((a - b) >> 31));
-}
-
-inline int32_t largest_of(Ints v) {
-  v = larger(v, exchange<8>(v));
-  v = larger(v, exchange<4>(v));
-  v = larger(v, exchange<2>(v));
-  return larger(v, exchange<1>(v))[0];
-}
-
-inline int32_t sum_of(Ints v) {
-  v += exchange<8>(v);
-  v += exchange<4>(v);
-  v += exchange<2>(v);
-  return (v + exchange<1>(v))[0];
+template <class Fold>
+inline int32_t folded(Ints v, const Fold& fold) {
+  v = fold(v, exchange<8>(v));
+  v = fold(v, exchange<4>(v));
+  v = fold(v, exchange<2>(v));
+  return fold(v, exchange<1>(v))[0];
 }
 
 // Blocks of 32 share a scale: largest / 32512 of 16-bit integers split in two signed bytes, or
@@ -276,8 +266,9 @@ void quantize_row(const float* x, const Quants& to, int64_t row) {
   const float limit = to.low ? 32512 : 127;
   for (int64_t at = 0, block = row * to.width / 32; at < to.width; at += 32, block++) {
     const Floats halves[2] = {load(x + at), load(x + at + 16)};
-    const int32_t bits = largest_of(larger(reinterpret_cast<Ints>(halves[0]) & 0x7fffffff,
-                                           reinterpret_cast<Ints>(halves[1]) & 0x7fffffff));
+    const auto larger = [](Ints a, Ints b) { return a - ((a - b) & ((a - b) >> 31)); };  // if ≥ 0
+    const int32_t bits = folded(larger(reinterpret_cast<Ints>(halves[0]) & 0x7fffffff,
+                                       reinterpret_cast<Ints>(halves[1]) & 0x7fffffff), larger);
     float largest;  // by its bits: a NaN is larger than infinity
     memcpy(&largest, &bits, sizeof largest);
     const bool is_sane = bits < 0x7f800000, is_zero = largest < 1e-30f;  // limit / largest: inf
@@ -292,77 +283,76 @@ void quantize_row(const float* x, const Quants& to, int64_t row) {
       if (to.low)
         *reinterpret_cast<Sixteen*>(to.low + first) =
             __builtin_convertvector(value - (high << 8), Sixteen);
-      to.sums[block * 2 + half] = sum_of(value);
+      to.sums[block * 2 + half] = folded(value, [](Ints a, Ints b) { return a + b; });
     }
   }
 }
 
 // A tile is 16 outputs: in one register or several, as the tier has them.
+#if KAGARI_TIER == 2
+#define WIDE(name) _mm512_##name
+#elif KAGARI_TIER == 1
+#define WIDE(name) _mm256_##name
+#else
+#define WIDE(name) _mm_##name
+#endif
 constexpr int PARTS = KAGARI_TIER == 2 ? 1 : KAGARI_TIER == 1 ? 2 : 4;
 constexpr int PLANES = KAGARI_TIER == 2 ? 2 : 1;  // one after the other, or both at once
 typedef float Reals __attribute__((vector_size(64 / PARTS), aligned(4), may_alias));
 typedef int32_t Whole __attribute__((vector_size(64 / PARTS), aligned(4), may_alias));
 
-// `number` loads a part of 16 fp32 or fp16; `four` are four activations of a row, for all lanes;
-// `dot` adds to each lane its four weights' products with them.
-#if KAGARI_TIER == 2
-inline Reals multiply_add(Reals a, Reals b, Reals c) { return (Reals)_mm512_fmadd_ps(a, b, c); }
-inline Reals all(float x) { return (Reals)_mm512_set1_ps(x); }
-inline Reals number(const uint8_t* at, int, bool wide) {
-  if (wide) return *reinterpret_cast<const Reals*>(at);
-  return (Reals)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)at));
-}
-typedef __m512i Four;
-inline Four four(const int8_t* plane, const int8_t*) {
+inline Reals all(float x) { return (Reals)WIDE(set1_ps)(x); }
+
+inline Whole all_four(const int8_t* at) {
   int32_t bytes;
-  memcpy(&bytes, plane, sizeof bytes);
-  return _mm512_set1_epi32(bytes);
+  memcpy(&bytes, at, sizeof bytes);
+  return (Whole)WIDE(set1_epi32)(bytes);
 }
+
+inline Reals multiply_add(Reals a, Reals b, Reals c) {
+#if KAGARI_TIER == 0
+  return a * b + c;
+#else
+  return (Reals)WIDE(fmadd_ps)(a, b, c);
+#endif
+}
+
+inline Reals number(const uint8_t* at, int part, bool wide) {  // a part of 16 fp32 or fp16
+  if (wide) return reinterpret_cast<const Reals*>(at)[part];
+#if KAGARI_TIER == 2
+  return (Reals)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)at));
+#elif KAGARI_TIER == 1
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at + part));
+#else
+  uint16_t half[4];
+  memcpy(half, at + 8 * part, sizeof half);
+  return Reals{from_half(half[0]), from_half(half[1]), from_half(half[2]), from_half(half[3])};
+#endif
+}
+
+// `four` are four activations of a row, for all lanes; `dot` adds their products with each lane's
+// four weights to it.
+#if KAGARI_TIER == 2
+typedef Whole Four;
+inline Four four(const int8_t* plane, const int8_t*) { return all_four(plane); }
 inline Whole dot(Whole sum, Whole weights, Four by) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(by));
   return sum;
 }
-#elif KAGARI_TIER == 1
-inline Reals multiply_add(Reals a, Reals b, Reals c) { return _mm256_fmadd_ps(a, b, c); }
-inline Reals all(float x) { return _mm256_set1_ps(x); }
-inline Reals number(const uint8_t* at, int part, bool wide) {
-  if (wide) return reinterpret_cast<const Reals*>(at)[part];
-  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at + part));
-}
-struct Four { __m256i even, odd; };  // as 16 bits
-inline Four four(const int8_t* high, const int8_t* low) {
-  int32_t bytes, rest = 0;
-  memcpy(&bytes, high, sizeof bytes);
-  if (low) memcpy(&rest, low, sizeof rest);
-  const __m256i a = _mm256_set1_epi32(bytes), b = _mm256_set1_epi32(rest);
-  const __m256i even = _mm256_slli_epi16(a, 8), odd = _mm256_and_si256(a, _mm256_set1_epi16(-256));
-  if (!low) return {_mm256_srai_epi16(even, 8), _mm256_srai_epi16(odd, 8)};
-  return {_mm256_add_epi16(even, _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8)),
-          _mm256_add_epi16(odd, _mm256_srai_epi16(b, 8))};
-}
-inline Whole dot(Whole sum, Whole weights, const Four& by) {
-  const __m256i even = _mm256_and_si256((__m256i)weights, _mm256_set1_epi16(255));
-  const __m256i odd = _mm256_srli_epi16((__m256i)weights, 8);
-  return sum + (Whole)_mm256_madd_epi16(even, by.even) + (Whole)_mm256_madd_epi16(odd, by.odd);
-}
 #else
-inline Reals multiply_add(Reals a, Reals b, Reals c) { return a * b + c; }
-inline Reals all(float x) { return Reals{x, x, x, x}; }
-inline Reals number(const uint8_t* at, int part, bool wide) {
-  if (wide) return reinterpret_cast<const Reals*>(at)[part];
-  uint16_t half[4];
-  memcpy(half, at + 8 * part, sizeof half);
-  return Reals{from_half(half[0]), from_half(half[1]), from_half(half[2]), from_half(half[3])};
-}
-struct Four { int32_t values[4]; };
+typedef decltype(WIDE(set1_epi32)(0)) Words;
+struct Four { Words even, odd; };  // as 16 bits
 inline Four four(const int8_t* high, const int8_t* low) {
-  Four to;
-  for (int i = 0; i < 4; i++) to.values[i] = low ? high[i] * 256 + low[i] : high[i];
-  return to;
+  const Words bytes = (Words)all_four(high), shifted = WIDE(slli_epi16)(bytes, 8);
+  if (!low) return {WIDE(srai_epi16)(shifted, 8), WIDE(srai_epi16)(bytes, 8)};
+  const Words rest = (Words)all_four(low), odd = bytes & WIDE(set1_epi16)(-256);
+  return {WIDE(add_epi16)(shifted, WIDE(srai_epi16)(WIDE(slli_epi16)(rest, 8), 8)),
+          WIDE(add_epi16)(odd, WIDE(srai_epi16)(rest, 8))};
 }
 inline Whole dot(Whole sum, Whole weights, const Four& by) {
-  for (int i = 0; i < 4; i++) sum += ((weights >> (8 * i)) & 255) * by.values[i];
-  return sum;
+  const Words even = (Words)weights & WIDE(set1_epi16)(255);
+  const Words odd = WIDE(srli_epi16)((Words)weights, 8);
+  return sum + (Whole)WIDE(madd_epi16)(even, by.even) + (Whole)WIDE(madd_epi16)(odd, by.odd);
 }
 #endif
 
@@ -409,7 +399,7 @@ void widen(const Packed& from, const uint8_t* run, int blocks, uint8_t (*to)[768
 // Meanwhile `fetch` bytes of the next runs come for each block. A block's integers are summed
 // exactly; what is known at compile time (Parts: a block's scales) keeps all in registers.
 template <int Rows, int Bits, int Parts>
-__attribute__((noinline))
+__attribute__((noinline))  // alone it gets the registers it needs
 void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64_t row,
               float (*sums)[2][16]) {
   constexpr int Tiles = Rows == 1 ? 1 : 2, Vectors = Tiles * PARTS, Quads = 8 / Parts;
