@@ -141,83 +141,78 @@ void quantize_row(const float* x, const Quants& to, int64_t row) {
   }
 }
 
-inline Floats load_half(const uint8_t* at) {
+// A tile is 16 outputs: in one register or several, as the tier has them.
 #if KAGARI_TIER == 2
-  return (Floats)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)at));
+#define WIDE(name) _mm512_##name
 #elif KAGARI_TIER == 1
-  union { __m256 half[2]; Floats whole; } x;
-  for (int i = 0; i < 2; i++) x.half[i] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at + i));
-  return x.whole;
+#define WIDE(name) _mm256_##name
 #else
-  Floats x;
-  for (int i = 0; i < 16; i++) {
-    uint16_t half;
-    memcpy(&half, at + 2 * i, sizeof half);
-    x[i] = from_half(half);
-  }
-  return x;
+#define WIDE(name) _mm_##name
+#endif
+constexpr int PARTS = KAGARI_TIER == 2 ? 1 : KAGARI_TIER == 1 ? 2 : 4;
+constexpr int PLANES = KAGARI_TIER == 2 ? 2 : 1;  // one after the other, or both at once
+typedef float Reals __attribute__((vector_size(64 / PARTS), aligned(4), may_alias));
+typedef int32_t Whole __attribute__((vector_size(64 / PARTS), aligned(4), may_alias));
+
+inline Reals all(float x) { return (Reals)WIDE(set1_ps)(x); }
+
+inline Whole all_four(const int8_t* at) {
+  int32_t bytes;
+  memcpy(&bytes, at, sizeof bytes);
+  return (Whole)WIDE(set1_epi32)(bytes);
+}
+
+inline Reals multiply_add(Reals a, Reals b, Reals c) {
+#if KAGARI_TIER == 0
+  return a * b + c;
+#else
+  return (Reals)WIDE(fmadd_ps)(a, b, c);
 #endif
 }
 
-inline Floats load_number(const uint8_t* at, bool wide) {
-  return wide ? load(reinterpret_cast<const float*>(at)) : load_half(at);
+inline Reals number(const uint8_t* at, int part, bool wide) {  // a part of 16 fp32 or fp16
+  if (wide) return reinterpret_cast<const Reals*>(at)[part];
+#if KAGARI_TIER == 2
+  return (Reals)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)at));
+#elif KAGARI_TIER == 1
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at + part));
+#else
+  uint16_t half[4];
+  memcpy(half, at + 8 * part, sizeof half);
+  return Reals{from_half(half[0]), from_half(half[1]), from_half(half[2]), from_half(half[3])};
+#endif
 }
 
-// Adds to each lane (an output) its four weights' products with four activations: of one plane
-// on tier 2, of both on the others, exactly.
+// `four` are four activations of a row, for all lanes; `dot` adds their products with each lane's
+// four weights to it.
 #if KAGARI_TIER == 2
-inline Ints dot(Ints sum, Bytes weights, const int8_t* plane) {
-  int32_t four;
-  memcpy(&four, plane, sizeof four);
-  const __m512i all = _mm512_set1_epi32(four);
-  __asm__ volatile("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"((__m512i)weights), "v"(all));
+typedef Whole Four;
+inline Four four(const int8_t* plane, const int8_t*) { return all_four(plane); }
+inline Whole dot(Whole sum, Whole weights, Four by) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(by));
   return sum;
-}
-#elif KAGARI_TIER == 1
-inline Ints dot(Ints sum, Bytes weights, const int8_t* high, const int8_t* low) {
-  int32_t four;
-  memcpy(&four, high, sizeof four);
-  const __m256i plane = _mm256_set1_epi32(four);
-  __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(plane, 8), 8);
-  __m256i odd = _mm256_srai_epi16(plane, 8);
-  if (low) {
-    memcpy(&four, low, sizeof four);
-    const __m256i rest = _mm256_set1_epi32(four);
-    even = _mm256_add_epi16(_mm256_slli_epi16(plane, 8),
-                            _mm256_srai_epi16(_mm256_slli_epi16(rest, 8), 8));
-    odd = _mm256_add_epi16(_mm256_slli_epi16(odd, 8), _mm256_srai_epi16(rest, 8));
-  }
-  union { Bytes whole; __m256i half[2]; } w{weights};
-  union { Ints whole; __m256i half[2]; } s{sum};
-  for (int i = 0; i < 2; i++) {
-    const __m256i first = _mm256_and_si256(w.half[i], _mm256_set1_epi16(255));
-    const __m256i second = _mm256_srli_epi16(w.half[i], 8);
-    s.half[i] = _mm256_add_epi32(s.half[i], _mm256_madd_epi16(first, even));
-    s.half[i] = _mm256_add_epi32(s.half[i], _mm256_madd_epi16(second, odd));
-  }
-  return s.whole;
 }
 #else
-inline Ints dot(Ints sum, Bytes weights, const int8_t* high, const int8_t* low) {
-  const Ints four = reinterpret_cast<Ints>(weights);
-  for (int i = 0; i < 4; i++)
-    sum += ((four >> (8 * i)) & 255) * (low ? high[i] * 256 + low[i] : high[i]);
-  return sum;
+typedef decltype(WIDE(set1_epi32)(0)) Words;
+struct Four { Words even, odd; };  // as 16 bits
+inline Four four(const int8_t* high, const int8_t* low) {
+  const Words bytes = (Words)all_four(high), shifted = WIDE(slli_epi16)(bytes, 8);
+  if (!low) return {WIDE(srai_epi16)(shifted, 8), WIDE(srai_epi16)(bytes, 8)};
+  const Words rest = (Words)all_four(low), odd = bytes & WIDE(set1_epi16)(-256);
+  return {WIDE(add_epi16)(shifted, WIDE(srai_epi16)(WIDE(slli_epi16)(rest, 8), 8)),
+          WIDE(add_epi16)(odd, WIDE(srai_epi16)(rest, 8))};
+}
+inline Whole dot(Whole sum, Whole weights, const Four& by) {
+  const Words even = (Words)weights & WIDE(set1_epi16)(255);
+  const Words odd = WIDE(srli_epi16)((Words)weights, 8);
+  return sum + (Whole)WIDE(madd_epi16)(even, by.even) + (Whole)WIDE(madd_epi16)(odd, by.odd);
 }
 #endif
 
-inline Floats as_floats(Ints same) {  // of equal lanes, which GCC would convert one by one
-  return KAGARI_TIER == 2 ? __builtin_convertvector(same, Floats)
-                          : splat(static_cast<float>(same[0]));
-}
-
-inline Bytes nibbles(Bytes both, int shift) {  // compilers take byte shifts apart
-  return reinterpret_cast<Bytes>((reinterpret_cast<Ints>(both) >> shift) & 0x0f0f0f0f);
-}
-
-constexpr int MOST_ROWS = KAGARI_TIER == 2 ? 4 : 2;    // held in registers, by two tiles
-constexpr int GROUP_ROWS = 64, PANEL_BLOCKS = 24;      // rows, and blocks of inputs, of a panel
-constexpr int DIRECT_ROWS = 12;                        // more are worth a panel
+constexpr int MOST_ROWS = KAGARI_TIER == 2 ? 6 : 2;  // held in registers, by a panel's two tiles
+constexpr int FEW_ROWS = KAGARI_TIER == 2 ? 4 : 2;   // or by tiles as they are packed
+constexpr int GROUP_ROWS = 66, PANEL_BLOCKS = 24;    // rows, and blocks of inputs, of a panel
+constexpr int DIRECT_ROWS = 11;                      // more are worth a panel
 
 struct alignas(64) Panel {  // stays in the first level cache
   uint8_t runs[2][PANEL_BLOCKS][768];  // of two tiles, as 8 bits and fp32
@@ -232,115 +227,131 @@ struct Runs {  // of two tiles, from their block `first` on
   bool is_halved, is_signed;  // 16 inputs share a scale; 8-bit quants are stored + 128
 };
 
-// Rewrites runs of 4 bits, so that many rows unpack them once.
+// Rewrites runs as 8 bits and fp32, so that many rows unpack them once.
 void widen(const Packed& from, const uint8_t* run, int blocks, uint8_t (*to)[768]) {
   const int count = 32 / from.block * (from.has_min ? 2 : 1), size = from.wide ? 64 : 32;
   for (int b = 0; b < blocks; b++, run += run_bytes(from)) {
-    for (int i = 0; i < 256; i += 64) {
-      const Bytes both = *reinterpret_cast<const Bytes*>(run + i);
-      *reinterpret_cast<Bytes*>(to[b] + i) = nibbles(both, 0);
-      *reinterpret_cast<Bytes*>(to[b] + i + 256) = nibbles(both, 4);
+    if (from.bits == 8) memcpy(to[b], run, 512);
+    for (int i = 0; from.bits == 4 && i < 256; i += sizeof(Whole)) {
+      const Whole both = *reinterpret_cast<const Whole*>(run + i);
+      *reinterpret_cast<Whole*>(to[b] + i) = both & 0x0f0f0f0f;
+      *reinterpret_cast<Whole*>(to[b] + i + 256) = (both >> 4) & 0x0f0f0f0f;
     }
-    for (int i = 0; i < count; i++)
-      store(reinterpret_cast<float*>(to[b] + 512) + 16 * i,
-            load_number(run + 256 + i * size, from.wide));
+    const uint8_t* numbers = run + 64 * from.bits;
+    for (int i = 0; i < count * PARTS; i++)
+      reinterpret_cast<Reals*>(to[b] + 512)[i] =
+          number(numbers + i / PARTS * size, i % PARTS, from.wide);
   }
 }
 
+#define EACH_VECTOR(...)                                 \
+  _Pragma("GCC unroll 8") for (int r = 0; r < Rows; r++) \
+  _Pragma("GCC unroll 8") for (int v = 0; v < Vectors; v++) __VA_ARGS__
+
 // Adds to sums[r][tile] the products of row + r with the runs of that tile, or of both tiles.
-// Meanwhile `fetch` bytes of the next runs come for each block.
-template <int Rows, bool Low, int Bits>
+// Meanwhile `fetch` bytes of the next runs come for each block. A block's integers are summed
+// exactly; what is known at compile time (Parts: a block's scales) keeps all in registers.
+template <int Rows, int Bits, int Parts>
 __attribute__((noinline))  // alone it gets the registers it needs
 void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64_t row,
               float (*sums)[2][16]) {
-  constexpr int Tiles = Rows == 1 ? 1 : 2;
+  constexpr int Tiles = Rows == 1 ? 1 : 2, Vectors = Tiles * PARTS, Quads = 8 / Parts;
+  constexpr bool Apart = PLANES == 2 && Rows < MOST_ROWS;  // few rows: planes in chains of their own
   const Runs runs = from;
+  const bool wide = Rows == MOST_ROWS || runs.wide;
+  const int size = wide ? 64 : 32;
   const int64_t width = in.width, first = row * width + runs.first * 32;
-  const int size = runs.wide ? 64 : 32;
-  const int8_t *high = in.high + first, *low = in.low + first;
+  const int64_t step = Rows == MOST_ROWS ? sizeof(Panel::runs[0][0]) : runs.step;
+  const int8_t *high = in.high + first, *low = in.low ? in.low + first : nullptr;
   const float* scales = in.scales + first / 32;
   const int32_t* totals = in.sums + first / 16;
-  Floats result[Rows][Tiles];
-  for (int r = 0; r < Rows; r++)
-    for (int t = 0; t < Tiles; t++) result[r][t] = load(sums[r][tile + t]);
   const uint8_t* at[2] = {runs.at[tile], runs.at[1]};
-  for (int64_t b = 0; b < runs.blocks; b++) {
+  float inputs[Rows][PANEL_BLOCKS * Parts];  // their sums: what a row has of each minimum
+  for (int r = 0; runs.has_min && r < Rows; r++) {
+    const int32_t* total = totals + r * (width / 16);
+    const float* scale = scales + r * (width / 32);
+    for (int b = 0; b < runs.blocks; b++)
+      if (Parts == 1) inputs[r][b] = (total[2 * b] + total[2 * b + 1]) * scale[b];
+      else for (int i = 2 * b; i < 2 * b + 2; i++) inputs[r][i] = total[i] * scale[b];
+  }
+  Reals result[Rows][Vectors];
+  EACH_VECTOR(result[r][v] = reinterpret_cast<const Reals*>(sums[r][tile])[v]);
+  for (int64_t b = 0; b < runs.blocks; b++, at[0] += step, at[1] += step) {
     for (int64_t i = 0; i < fetch; i += 64)
       for (int t = 0; t < Tiles; t++)
         __builtin_prefetch(runs.next[tile + t] + b * fetch + i);
-    Ints dots[Rows][Tiles] = {}, lows[Rows][Tiles] = {};
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; half++) {
-      __asm__ volatile("" ::: "memory");  // else the other half's loads come early, and spill
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; i++)
-        for (int t = 0; t < Tiles; t++) {
-          const int quad = Bits == 8 ? 4 * half + i : i;
-          Bytes weights = *reinterpret_cast<const Bytes*>(at[t] + 64 * quad);
-          if (Bits == 4) weights = nibbles(weights, 4 * half);
-          for (int r = 0; r < Rows; r++) {
-            const int64_t four = r * width + half * 16 + i * 4;
-#if KAGARI_TIER == 2
-            dots[r][t] = dot(dots[r][t], weights, high + four);
-            if (Low) lows[r][t] = dot(lows[r][t], weights, low + four);
-#else
-            dots[r][t] = dot(dots[r][t], weights, high + four, Low ? low + four : nullptr);
-#endif
-          }
+    for (int part = 0; part < Parts; part++) {
+      Whole dots[Rows][Vectors] = {}, lows[Rows][Vectors] = {};
+#pragma GCC unroll 2
+      for (int plane = 0; plane < PLANES; plane++) {
+        if (plane && !low) continue;
+        if (plane && !Apart) EACH_VECTOR(dots[r][v] <<= 8);
+#pragma GCC unroll 8
+        for (int i = Quads * part; i < Quads * (part + 1); i++) {
+          __asm__ volatile("" ::: "memory");  // else later loads come early, and results spill
+          const int64_t quad = 64 * (i % Bits);
+          EACH_VECTOR({
+            Whole weights = reinterpret_cast<const Whole*>(at[v / PARTS] + quad)[v % PARTS];
+            if (Bits == 4) weights = (weights >> (i / 4 * 4)) & 0x0f0f0f0f;
+            const int64_t offset = r * width + b * 32 + i * 4;
+            const Four by = four((plane ? low : high) + offset,
+                                 PLANES == 1 && low ? low + offset : nullptr);
+            Whole& sum = plane && Apart ? lows[r][v] : dots[r][v];
+            sum = dot(sum, weights, by);
+          });
         }
-      if (!half && !runs.is_halved) continue;
-      const int which = runs.is_halved && half;
-      Ints total[Rows];
-      for (int r = 0; r < Rows; r++) {
-        total[r] = Ints{} + totals[r * (width / 16) + half];
-        if (!runs.is_halved) total[r] += totals[r * (width / 16)];
-        for (int t = 0; KAGARI_TIER == 2 && Low && t < Tiles; t++)
-          dots[r][t] = (dots[r][t] << 8) + lows[r][t];
       }
-      if (Bits == 8 && runs.is_signed)
-        for (int r = 0; r < Rows; r++)
-          for (int t = 0; t < Tiles; t++) dots[r][t] -= total[r] << 7;
-      for (int t = 0; t < Tiles; t++) {
-        const Floats scale = load_number(at[t] + 64 * Bits + which * size, runs.wide);
-        for (int r = 0; r < Rows; r++)
-          result[r][t] = fma(__builtin_convertvector(dots[r][t], Floats),
-                             scale * scales[r * (width / 32)], result[r][t]);
-      }
-      if (runs.has_min)
-        for (int t = 0; t < Tiles; t++) {
-          const int minima = 64 * Bits + (which + runs.is_halved + 1) * size;
-          const Floats minimum = load_number(at[t] + minima, runs.wide);
-          for (int r = 0; r < Rows; r++)
-            result[r][t] = fma(minimum, as_floats(total[r]) * scales[r * (width / 32)],
-                               result[r][t]);
-        }
-      for (int r = 0; r < Rows; r++)
-        for (int t = 0; t < Tiles; t++) dots[r][t] = lows[r][t] = Ints{};
+      if (Apart && low) EACH_VECTOR(dots[r][v] = (dots[r][v] << 8) + lows[r][v]);
+      if (Bits == 8 && runs.is_signed) EACH_VECTOR({
+        const int32_t* total = totals + r * (width / 16) + 2 * b;
+        dots[r][v] -= (Parts == 2 ? total[part] : total[0] + total[1]) * 128;
+      });
+      const int scale_at = 64 * Bits + part * size, minimum_at = scale_at + Parts * size;
+      EACH_VECTOR({
+        const Reals scale = number(at[v / PARTS] + scale_at, v % PARTS, wide);
+        result[r][v] = multiply_add(__builtin_convertvector(dots[r][v], Reals),
+                                    scale * scales[r * (width / 32) + b], result[r][v]);
+      });
+      if (runs.has_min) EACH_VECTOR({
+        const Reals minimum = number(at[v / PARTS] + minimum_at, v % PARTS, wide);
+        result[r][v] = multiply_add(minimum, all(inputs[r][b * Parts + part]), result[r][v]);
+      });
     }
-    high += 32, low += 32, scales += 1, totals += 2;
-    at[0] += runs.step, at[1] += runs.step;
   }
-  for (int r = 0; r < Rows; r++)
-    for (int t = 0; t < Tiles; t++) store(sums[r][tile + t], result[r][t]);
+  EACH_VECTOR(reinterpret_cast<Reals*>(sums[r][tile])[v] = result[r][v]);
 }
 
 template <int Rows>
 void multiply_rows(const Runs& runs, int64_t fetch, const Quants& in, int64_t row,
                    float (*sums)[2][16]) {
+  constexpr int Bits = Rows == MOST_ROWS ? 8 : 4;  // the most rows: of a panel
+  const auto by_runs = runs.is_halved
+      ? (runs.bits == 4 ? multiply<Rows, Bits, 2> : multiply<Rows, 8, 2>)
+      : (runs.bits == 4 ? multiply<Rows, Bits, 1> : multiply<Rows, 8, 1>);
   for (int tile = 0; tile < 2; tile += Rows == 1 ? 1 : 2)  // one row: one stream after the other
-    if (in.low)
-      runs.bits == 4 ? multiply<Rows, true, 4>(runs, fetch, tile, in, row, sums)
-                     : multiply<Rows, true, 8>(runs, fetch, tile, in, row, sums);
-    else
-      runs.bits == 4 ? multiply<Rows, false, 4>(runs, fetch, tile, in, row, sums)
-                     : multiply<Rows, false, 8>(runs, fetch, tile, in, row, sums);
+    by_runs(runs, fetch, tile, in, row, sums);
+}
+
+// Writes rows [row, row + count) of the tiles `tile` and the next.
+inline void finish(const Gemm& gemm, int64_t tile, int64_t row, int count, float (*sums)[2][16]) {
+  for (int t = 0; t < 2 && (tile + t) * 16 < gemm.columns; t++) {
+    const int64_t column = (tile + t) * 16;
+    const int lanes = gemm.columns - column < 16 ? gemm.columns - column : 16;
+    const Floats bias = gemm.bias ? load(gemm.bias + column, lanes) : splat(0);
+    float* out = gemm.out + row * gemm.stride + column;
+    for (int r = 0; r < count; r++, out += gemm.stride) {
+      const Floats value = load(sums[r][t]), sum = gemm.bias ? value + bias : value;
+      if (lanes == 16) store(out, sum); else store(out, sum, lanes);
+    }
+  }
 }
 
 // Rows [row, row + count) by the tiles `tile` and the next; an odd last one is taken twice.
 void multiply_pair(const Gemm& gemm, int64_t tile, int64_t row, int count) {
   const Packed& weight = *gemm.weight;
   const int64_t blocks = weight.k / 32, bytes = run_bytes(weight);
-  const bool widens = weight.bits == 4 && count > DIRECT_ROWS;
+  const bool widens = count > DIRECT_ROWS;
   Panel panel;
   memset(panel.sums, 0, count * sizeof panel.sums[0]);
   Runs runs{};
@@ -350,10 +361,9 @@ void multiply_pair(const Gemm& gemm, int64_t tile, int64_t row, int count) {
   runs.has_min = weight.has_min;
   runs.is_halved = weight.block == 16;
   runs.is_signed = weight.bits == 8;
-  const int64_t most = count > DIRECT_ROWS ? PANEL_BLOCKS : blocks;
-  for (int64_t block = 0; block < blocks; block += most) {
+  for (int64_t block = 0; block < blocks; block += PANEL_BLOCKS) {
     runs.first = block;
-    runs.blocks = blocks - block < most ? blocks - block : most;
+    runs.blocks = blocks - block < PANEL_BLOCKS ? blocks - block : PANEL_BLOCKS;
     for (int t = 0; t < 2; t++) {
       const int64_t which = tile + t < weight.n / 16 ? tile + t : tile;
       runs.at[t] = weight.data + (which * blocks + block) * bytes;
@@ -362,25 +372,18 @@ void multiply_pair(const Gemm& gemm, int64_t tile, int64_t row, int count) {
       widen(weight, runs.at[t], runs.blocks, panel.runs[t]);
       runs.at[t] = panel.runs[t][0];
     }
+    const bool is_last = block + runs.blocks == blocks;
     for (int r = 0, rows; r < count; r += rows) {
-      const int64_t fetch = r ? 0 : bytes;
-      rows = count - r >= MOST_ROWS ? MOST_ROWS : count - r >= 2 ? 2 : 1;
-      if (rows == MOST_ROWS)
-        multiply_rows<MOST_ROWS>(runs, fetch, *gemm.in, row + r, panel.sums + r);
-      else if (rows == 2)
-        multiply_rows<2>(runs, fetch, *gemm.in, row + r, panel.sums + r);
-      else
-        multiply_rows<1>(runs, fetch, *gemm.in, row + r, panel.sums + r);
-    }
-  }
-  for (int t = 0; t < 2 && (tile + t) * 16 < gemm.columns; t++) {
-    const int64_t column = (tile + t) * 16;
-    const int lanes = gemm.columns - column < 16 ? gemm.columns - column : 16;
-    const Floats bias = gemm.bias ? load(gemm.bias + column, lanes) : splat(0);
-    float* out = gemm.out + row * gemm.stride + column;
-    for (int r = 0; r < count; r++, out += gemm.stride) {
-      const Floats value = load(panel.sums[r][t]), sum = gemm.bias ? value + bias : value;
-      store(out, sum, lanes);
+      const int left = count - r, most = widens ? MOST_ROWS : FEW_ROWS;
+      rows = left >= most ? most : left >= FEW_ROWS ? FEW_ROWS : left >= 2 ? 2 : 1;
+      for (int i = 0; is_last && i < 2 * rows; i++)
+        __builtin_prefetch(gemm.out + (row + r + i / 2) * gemm.stride + (tile + i % 2) * 16, 1);
+      const auto by_rows = rows == MOST_ROWS  ? multiply_rows<MOST_ROWS>
+                           : rows == FEW_ROWS ? multiply_rows<FEW_ROWS>
+                           : rows == 2        ? multiply_rows<2> : multiply_rows<1>;
+      by_rows(runs, r ? 0 : bytes, *gemm.in, row + r, panel.sums + r);
+      // At once: nobody waits for these stores while the next rows are multiplied.
+      if (is_last) finish(gemm, tile, row + r, rows, panel.sums + r);
     }
   }
 }
