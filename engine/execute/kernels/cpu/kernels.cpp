@@ -1,6 +1,6 @@
 // The engine's CPU kernels: quantised products, norms, gates, rotary embedding and paged attention.
 //
-// No torch, no Python: arrays in, arrays out. Compiled once per instruction set (KAGARI_TIER: 0 any
+// No torch, no Python: arrays in, arrays out. Compiled once per instruction set (KAGARI_ISA: 0 any
 // x86-64, 1 AVX2, 2 AVX-512); host.cpp picks one and has the threads. Sums run in one order whatever
 // the batch, the tile or the number of threads, so a row's bits are its own; products and sums are
 // fused only where `fma` says so.
@@ -20,10 +20,10 @@ typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
 typedef uint8_t Bytes __attribute__((vector_size(64), aligned(1), may_alias));
 
-#if KAGARI_TIER == 2
+#if KAGARI_ISA == 2
 #define WIDE(name) _mm512_##name
 typedef __m512 Register;
-#elif KAGARI_TIER == 1
+#elif KAGARI_ISA == 1
 #define WIDE(name) _mm256_##name
 typedef __m256 Register;
 #else
@@ -54,7 +54,7 @@ inline void store(float* at, Floats value, int lanes = 16) {
 }
 
 inline Floats fma(Floats a, Floats b, Floats c) {  // fused where the tier can
-#if KAGARI_TIER > 0
+#if KAGARI_ISA > 0
   Registers x{a}, y{b}, z{c};
   for (int i = 0; i < REGISTERS; i++)
     z.part[i] = WIDE(fmadd_ps)(x.part[i], y.part[i], z.part[i]);
@@ -142,15 +142,15 @@ void quantize_row(const float* x, const Quants& to, int64_t row) {
 }
 
 // A tile is 16 outputs: in one register or several, as the tier has them.
-#if KAGARI_TIER == 2
+#if KAGARI_ISA == 2
 #define WIDE(name) _mm512_##name
-#elif KAGARI_TIER == 1
+#elif KAGARI_ISA == 1
 #define WIDE(name) _mm256_##name
 #else
 #define WIDE(name) _mm_##name
 #endif
-constexpr int PARTS = KAGARI_TIER == 2 ? 1 : KAGARI_TIER == 1 ? 2 : 4;
-constexpr int PLANES = KAGARI_TIER == 2 ? 2 : 1;  // one after the other, or both at once
+constexpr int PARTS = KAGARI_ISA == 2 ? 1 : KAGARI_ISA == 1 ? 2 : 4;
+constexpr int PLANES = KAGARI_ISA == 2 ? 2 : 1;  // one after the other, or both at once
 typedef float Reals __attribute__((vector_size(64 / PARTS), aligned(4), may_alias));
 typedef int32_t Whole __attribute__((vector_size(64 / PARTS), aligned(4), may_alias));
 
@@ -163,7 +163,7 @@ inline Whole all_four(const int8_t* at) {
 }
 
 inline Reals multiply_add(Reals a, Reals b, Reals c) {
-#if KAGARI_TIER == 0
+#if KAGARI_ISA == 0
   return a * b + c;
 #else
   return (Reals)WIDE(fmadd_ps)(a, b, c);
@@ -172,9 +172,9 @@ inline Reals multiply_add(Reals a, Reals b, Reals c) {
 
 inline Reals number(const uint8_t* at, int part, bool wide) {  // a part of 16 fp32 or fp16
   if (wide) return reinterpret_cast<const Reals*>(at)[part];
-#if KAGARI_TIER == 2
+#if KAGARI_ISA == 2
   return (Reals)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)at));
-#elif KAGARI_TIER == 1
+#elif KAGARI_ISA == 1
   return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at + part));
 #else
   uint16_t half[4];
@@ -185,7 +185,7 @@ inline Reals number(const uint8_t* at, int part, bool wide) {  // a part of 16 f
 
 // `four` are four activations of a row, for all lanes; `dot` adds their products with each lane's
 // four weights to it.
-#if KAGARI_TIER == 2
+#if KAGARI_ISA == 2
 typedef Whole Four;
 inline Four four(const int8_t* plane, const int8_t*) { return all_four(plane); }
 inline Whole dot(Whole sum, Whole weights, Four by) {
@@ -209,8 +209,8 @@ inline Whole dot(Whole sum, Whole weights, const Four& by) {
 }
 #endif
 
-constexpr int MOST_ROWS = KAGARI_TIER == 2 ? 6 : 2;  // held in registers, by a panel's two tiles
-constexpr int FEW_ROWS = KAGARI_TIER == 2 ? 4 : 2;   // or by tiles as they are packed
+constexpr int MOST_ROWS = KAGARI_ISA == 2 ? 6 : 2;  // held in registers, by a panel's two tiles
+constexpr int FEW_ROWS = KAGARI_ISA == 2 ? 4 : 2;   // or by tiles as they are packed
 constexpr int GROUP_ROWS = 66, PANEL_BLOCKS = 24;    // rows, and blocks of inputs, of a panel
 constexpr int DIRECT_ROWS = 11;                      // more are worth a panel
 
@@ -539,8 +539,8 @@ void run_best(const void* args, const Step* step) {
 // Gimelshein, 2018) over the tiles of an absolute segment; segments are then merged in ascending
 // order (Dao et al., 2023: "split KV"). So a row's bits do not depend on what it is computed with.
 
-constexpr int LANES = KAGARI_TIER == 2 ? 16 : KAGARI_TIER == 1 ? 8 : 4;  // of one register
-constexpr int TILE_ROWS = 6, TILE_COLUMNS = KAGARI_TIER == 2 ? 4 : 2;    // registers that sum
+constexpr int LANES = KAGARI_ISA == 2 ? 16 : KAGARI_ISA == 1 ? 8 : 4;  // of one register
+constexpr int TILE_ROWS = 6, TILE_COLUMNS = KAGARI_ISA == 2 ? 4 : 2;    // registers that sum
 constexpr int MAX_DIM = 256, BLOCK_ROWS = 96, PIECES_PER_THREAD = 4;
 constexpr float FLOOR = -1e30f;     // below any score
 constexpr float HIDDEN = -2e30f;    // below FLOOR: its weight is 0 whatever the highest score
@@ -553,7 +553,7 @@ inline const Lanes& lanes(const float* at) { return *reinterpret_cast<const Lane
 inline Lanes spread(float value) { return value - Lanes{}; }
 
 inline Lanes fused(Lanes a, Lanes b, Lanes c) {
-#if KAGARI_TIER > 0
+#if KAGARI_ISA > 0
   return WIDE(fmadd_ps)(a, b, c);
 #else
   return a * b + c;
@@ -606,9 +606,9 @@ struct Ahead {  // keys and values that come next, fetched line by line between 
 inline Lanes widened(const float* at) { return lanes(at); }
 
 inline Lanes widened(const uint16_t* at) {  // bf16
-#if KAGARI_TIER == 2
+#if KAGARI_ISA == 2
   __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at));
-#elif KAGARI_TIER == 1
+#elif KAGARI_ISA == 1
   __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at));
 #else
   __m128i bits = _mm_unpacklo_epi16(_mm_loadl_epi64((const __m128i*)at), _mm_setzero_si128());
@@ -743,10 +743,10 @@ inline Turned turn_rows(const int32_t* rows, int dwords, int first) {
     auto quad = [=](int i) {
       return _mm_loadu_si128((const __m128i*)(rows + (row + 4 * i) * dwords + first));
     };
-#if KAGARI_TIER == 2
+#if KAGARI_ISA == 2
     __m512i all = _mm512_inserti32x4(_mm512_castsi128_si512(quad(0)), quad(1), 1);
     return _mm512_inserti32x4(_mm512_inserti32x4(all, quad(2), 2), quad(3), 3);
-#elif KAGARI_TIER == 1
+#elif KAGARI_ISA == 1
     return _mm256_inserti128_si256(_mm256_castsi128_si256(quad(0)), quad(1), 1);
 #else
     return quad(0);
@@ -1122,5 +1122,5 @@ void run_attend(const void* args, const Step* step) {
 
 #define JOINED(isa) kagari_isa_##isa
 #define NAMED(isa) JOINED(isa)
-extern "C" const Kernels NAMED(KAGARI_TIER) = {run_embed,  run_norm, run_gemm, run_rope,
+extern "C" const Kernels NAMED(KAGARI_ISA) = {run_embed,  run_norm, run_gemm, run_rope,
                                                run_attend, run_gate, run_best};
