@@ -1,6 +1,6 @@
 // The engine's CPU kernels: quantised products, norms, gates, rotary embedding and paged attention.
 //
-// No torch, no Python: arrays in, arrays out. Compiled once per instruction set (KAGARI_TIER: 0 any
+// No torch, no Python: arrays in, arrays out. Compiled once per instruction set (KAGARI_ISA: 0 any
 // x86-64, 1 AVX2, 2 AVX-512); host.cpp picks one and has the threads. Sums run in one order whatever
 // the batch, the tile or the number of threads, so a row's bits are its own; products and sums are
 // fused only where `fma` says so.
@@ -25,9 +25,9 @@ inline Floats load(const float* at) { return *reinterpret_cast<const Floats*>(at
 inline void store(float* at, Floats value) { *reinterpret_cast<Floats*>(at) = value; }
 
 inline Floats fma(Floats a, Floats b, Floats c) {
-#if KAGARI_TIER == 2
+#if KAGARI_ISA == 2
   return reinterpret_cast<Floats>(_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c));
-#elif KAGARI_TIER == 1
+#elif KAGARI_ISA == 1
   union { Floats whole; __m256 half[2]; } x{a}, y{b}, z{c};
   for (int i = 0; i < 2; i++) z.half[i] = _mm256_fmadd_ps(x.half[i], y.half[i], z.half[i]);
   return z.whole;
@@ -36,11 +36,11 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-#if KAGARI_TIER == 2
+#if KAGARI_ISA == 2
 inline Ints above(Floats a, Floats b) { return a > b; }  // all ones where it holds
 inline Floats choose(Ints where, Floats a, Floats b) { return where ? a : b; }
 #else  // the compiler would go lane by lane through comparisons wider than its registers
-typedef float Part __attribute__((vector_size(KAGARI_TIER ? 32 : 16)));
+typedef float Part __attribute__((vector_size(KAGARI_ISA ? 32 : 16)));
 inline Ints above(Floats a, Floats b) {
   union { Floats whole; Part part[64 / sizeof(Part)]; } x{a}, y{b};
   union { Ints whole; decltype(x.part[0] > x.part[0]) part[64 / sizeof(Part)]; } result;
@@ -153,9 +153,9 @@ void quantize_row(const float* x, const Quants& to, int64_t row) {
 }
 
 inline Floats load_half(const uint8_t* at) {
-#if KAGARI_TIER == 2
+#if KAGARI_ISA == 2
   return (Floats)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)at));
-#elif KAGARI_TIER == 1
+#elif KAGARI_ISA == 1
   union { __m256 half[2]; Floats whole; } x;
   for (int i = 0; i < 2; i++) x.half[i] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at + i));
   return x.whole;
@@ -175,8 +175,8 @@ inline Floats load_number(const uint8_t* at, bool wide) {
 }
 
 // Adds to each lane (an output) its four weights' products with four activations: of one plane
-// on tier 2, of both on the others, exactly.
-#if KAGARI_TIER == 2
+// on AVX-512, of both on the others, exactly.
+#if KAGARI_ISA == 2
 inline Ints dot(Ints sum, Bytes weights, const int8_t* plane) {
   int32_t four;
   memcpy(&four, plane, sizeof four);
@@ -184,7 +184,7 @@ inline Ints dot(Ints sum, Bytes weights, const int8_t* plane) {
   __asm__ volatile("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"((__m512i)weights), "v"(all));
   return sum;
 }
-#elif KAGARI_TIER == 1
+#elif KAGARI_ISA == 1
 inline Ints dot(Ints sum, Bytes weights, const int8_t* high, const int8_t* low) {
   int32_t four;
   memcpy(&four, high, sizeof four);
@@ -218,7 +218,7 @@ inline Ints dot(Ints sum, Bytes weights, const int8_t* high, const int8_t* low) 
 #endif
 
 inline Floats as_floats(Ints same) {  // of equal lanes, which GCC would convert one by one
-  return KAGARI_TIER == 2 ? __builtin_convertvector(same, Floats)
+  return KAGARI_ISA == 2 ? __builtin_convertvector(same, Floats)
                           : splat(static_cast<float>(same[0]));
 }
 
@@ -226,7 +226,7 @@ inline Bytes nibbles(Bytes both, int shift) {  // compilers take byte shifts apa
   return reinterpret_cast<Bytes>((reinterpret_cast<Ints>(both) >> shift) & 0x0f0f0f0f);
 }
 
-constexpr int MOST_ROWS = KAGARI_TIER == 2 ? 4 : 2;    // held in registers, by two tiles
+constexpr int MOST_ROWS = KAGARI_ISA == 2 ? 4 : 2;    // held in registers, by two tiles
 constexpr int GROUP_ROWS = 64, PANEL_BLOCKS = 24;      // rows, and blocks of inputs, of a panel
 constexpr int DIRECT_ROWS = 12;                        // more are worth a panel
 
@@ -291,7 +291,7 @@ void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64
           if (Bits == 4) weights = nibbles(weights, 4 * half);
           for (int r = 0; r < Rows; r++) {
             const int64_t four = r * width + half * 16 + i * 4;
-#if KAGARI_TIER == 2
+#if KAGARI_ISA == 2
             dots[r][t] = dot(dots[r][t], weights, high + four);
             if (Low) lows[r][t] = dot(lows[r][t], weights, low + four);
 #else
@@ -305,7 +305,7 @@ void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64
       for (int r = 0; r < Rows; r++) {
         total[r] = Ints{} + totals[r * (width / 16) + half];
         if (!runs.is_halved) total[r] += totals[r * (width / 16)];
-        for (int t = 0; KAGARI_TIER == 2 && Low && t < Tiles; t++)
+        for (int t = 0; KAGARI_ISA == 2 && Low && t < Tiles; t++)
           dots[r][t] = (dots[r][t] << 8) + lows[r][t];
       }
       if (Bits == 8 && runs.is_signed)
@@ -557,8 +557,8 @@ void run_best(const void* args, const Step* step) {
 // Gimelshein, 2018) over the tiles of an absolute segment; segments are then merged in ascending
 // order (Dao et al., 2023: "split KV"). So a row's bits do not depend on what it is computed with.
 
-constexpr int LANES = KAGARI_TIER == 2 ? 16 : KAGARI_TIER == 1 ? 8 : 4;  // of one register
-constexpr int TILE_ROWS = 6, TILE_COLUMNS = KAGARI_TIER == 2 ? 4 : 2;    // registers that sum
+constexpr int LANES = KAGARI_ISA == 2 ? 16 : KAGARI_ISA == 1 ? 8 : 4;  // of one register
+constexpr int TILE_ROWS = 6, TILE_COLUMNS = KAGARI_ISA == 2 ? 4 : 2;    // registers that sum
 constexpr int MAX_DIM = 256, BLOCK_ROWS = 96, PIECES_PER_THREAD = 4;
 constexpr float FLOOR = -1e30f;     // below any score
 constexpr float HIDDEN = -2e30f;    // below FLOOR: its weight is 0 whatever the highest score
@@ -570,16 +570,16 @@ inline Lanes& lanes(float* at) { return *reinterpret_cast<Lanes*>(at); }
 inline const Lanes& lanes(const float* at) { return *reinterpret_cast<const Lanes*>(at); }
 inline Lanes spread(float value) { return value - Lanes{}; }
 
-#if KAGARI_TIER == 2
+#if KAGARI_ISA == 2
 #define WIDE(name) _mm512_##name
-#elif KAGARI_TIER == 1
+#elif KAGARI_ISA == 1
 #define WIDE(name) _mm256_##name
 #else
 #define WIDE(name) _mm_##name
 #endif
 
 inline Lanes fused(Lanes a, Lanes b, Lanes c) {
-#if KAGARI_TIER > 0
+#if KAGARI_ISA > 0
   return WIDE(fmadd_ps)(a, b, c);
 #else
   return a * b + c;
@@ -632,9 +632,9 @@ struct Ahead {  // keys and values that come next, fetched line by line between 
 inline Lanes widened(const float* at) { return lanes(at); }
 
 inline Lanes widened(const uint16_t* at) {  // bf16
-#if KAGARI_TIER == 2
+#if KAGARI_ISA == 2
   __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at));
-#elif KAGARI_TIER == 1
+#elif KAGARI_ISA == 1
   __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at));
 #else
   __m128i bits = _mm_unpacklo_epi16(_mm_loadl_epi64((const __m128i*)at), _mm_setzero_si128());
@@ -769,10 +769,10 @@ inline Turned turn_rows(const int32_t* rows, int dwords, int first) {
     auto quad = [=](int i) {
       return _mm_loadu_si128((const __m128i*)(rows + (row + 4 * i) * dwords + first));
     };
-#if KAGARI_TIER == 2
+#if KAGARI_ISA == 2
     __m512i all = _mm512_inserti32x4(_mm512_castsi128_si512(quad(0)), quad(1), 1);
     return _mm512_inserti32x4(_mm512_inserti32x4(all, quad(2), 2), quad(3), 3);
-#elif KAGARI_TIER == 1
+#elif KAGARI_ISA == 1
     return _mm256_inserti128_si256(_mm256_castsi128_si256(quad(0)), quad(1), 1);
 #else
     return quad(0);
@@ -1148,5 +1148,5 @@ void run_attend(const void* args, const Step* step) {
 
 #define JOINED(isa) kagari_isa_##isa
 #define NAMED(isa) JOINED(isa)
-extern "C" const Kernels NAMED(KAGARI_TIER) = {run_embed,  run_norm, run_gemm, run_rope,
+extern "C" const Kernels NAMED(KAGARI_ISA) = {run_embed,  run_norm, run_gemm, run_rope,
                                                run_attend, run_gate, run_best};
