@@ -90,6 +90,22 @@ def test_few_rows_never_reach_the_pool(kernels: Library) -> None:
     assert all_equal(sums.x[1:], 0)
 
 
+def test_workers_keep_subnormals_whatever_their_opener_does() -> None:
+    """A thread is born with the rounding of the one that starts it."""
+    torch.set_flush_denormal(True)
+    try:
+        loaded = opened(2)
+    finally:
+        torch.set_flush_denormal(False)
+    sums = Sums()
+    sums.ones.fill_(1e-40)
+    for _ in range(20):
+        loaded.run(sums.program(50), Step(rows=ROWS))
+    loaded.close()
+    assert bool((sums.x == sums.x[0, 0]).all())
+    assert sums.x[0, 0] > 0
+
+
 def test_opening_again_ends_the_threads_before() -> None:
     alone = num_threads()
     for threads in (4, 2, 6, 1, 3):

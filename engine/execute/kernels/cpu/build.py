@@ -28,9 +28,9 @@ FLAGS = (
 UNITS = {
     "host": ("host.cpp",),
     "pack": ("pack.cpp",),
-    "scalar": ("kernels.cpp", "-DKAGARI_TIER=0"),
-    "avx2": ("kernels.cpp", "-DKAGARI_TIER=1", "-mavx2", "-mfma", "-mf16c"),
-    "avx512": ("kernels.cpp", "-DKAGARI_TIER=2", "-march=x86-64-v4", "-mavx512vnni"),
+    "scalar": ("kernels.cpp", "-DKAGARI_ISA=0"),
+    "avx2": ("kernels.cpp", "-DKAGARI_ISA=1", "-mavx2", "-mfma", "-mf16c"),
+    "avx512": ("kernels.cpp", "-DKAGARI_ISA=2", "-march=x86-64-v4", "-mavx512vnni"),
 }
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,--as-needed")
 BUILD_S = 120.0  # for everything: waiting for another builder, compiling, linking

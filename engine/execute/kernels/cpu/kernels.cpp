@@ -1,9 +1,9 @@
 // The engine's CPU kernels: quantised products, norms, gates, rotary embedding and paged attention.
 //
 // No torch, no Python: arrays in, arrays out. Compiled once per instruction set (KAGARI_ISA: 0 any
-// x86-64, 1 AVX2, 2 AVX-512); host.cpp picks one and has the threads. Sums run in one order whatever
-// the batch, the tile or the number of threads, so a row's bits are its own; products and sums are
-// fused only where `fma` says so.
+// x86-64, 1 AVX2, 2 AVX-512); host.cpp picks one and has the threads. Sums run in one order
+// whatever the batch, the tile or the number of threads, so a row's bits are its own; products and
+// sums are fused only where `fma` and `fused` say so.
 
 #include "abi.h"
 
@@ -33,6 +33,22 @@ typedef __m128 Register;
 constexpr int REGISTERS = sizeof(Floats) / sizeof(Register);
 union Registers { Floats whole; Register part[REGISTERS]; };
 
+constexpr int LANES = 16 / REGISTERS;  // of one register
+typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t LaneInts __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+inline Lanes& lanes(float* at) { return *reinterpret_cast<Lanes*>(at); }
+inline const Lanes& lanes(const float* at) { return *reinterpret_cast<const Lanes*>(at); }
+inline Lanes spread(float value) { return value - Lanes{}; }
+
+inline Lanes fused(Lanes a, Lanes b, Lanes c) {
+#if KAGARI_ISA > 0
+  return WIDE(fmadd_ps)(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 inline Floats splat(float v) { return v - Floats{}; }
 
 inline Floats load(const float* at) { return *reinterpret_cast<const Floats*>(at); }
@@ -53,7 +69,7 @@ inline void store(float* at, Floats value, int lanes = 16) {
   else memcpy(at, &value, lanes * sizeof(float));
 }
 
-inline Floats fma(Floats a, Floats b, Floats c) {  // fused where the tier can
+inline Floats fma(Floats a, Floats b, Floats c) {  // fused where the set can
 #if KAGARI_ISA > 0
   Registers x{a}, y{b}, z{c};
   for (int i = 0; i < REGISTERS; i++)
@@ -141,54 +157,34 @@ void quantize_row(const float* x, const Quants& to, int64_t row) {
   }
 }
 
-// A tile is 16 outputs: in one register or several, as the tier has them.
-#if KAGARI_ISA == 2
-#define WIDE(name) _mm512_##name
-#elif KAGARI_ISA == 1
-#define WIDE(name) _mm256_##name
-#else
-#define WIDE(name) _mm_##name
-#endif
-constexpr int PARTS = KAGARI_ISA == 2 ? 1 : KAGARI_ISA == 1 ? 2 : 4;
+// A tile is 16 outputs: in one register or several, as the instruction set has them.
 constexpr int PLANES = KAGARI_ISA == 2 ? 2 : 1;  // one after the other, or both at once
-typedef float Reals __attribute__((vector_size(64 / PARTS), aligned(4), may_alias));
-typedef int32_t Whole __attribute__((vector_size(64 / PARTS), aligned(4), may_alias));
 
-inline Reals all(float x) { return (Reals)WIDE(set1_ps)(x); }
-
-inline Whole all_four(const int8_t* at) {
+inline LaneInts all_four(const int8_t* at) {
   int32_t bytes;
   memcpy(&bytes, at, sizeof bytes);
-  return (Whole)WIDE(set1_epi32)(bytes);
+  return (LaneInts)WIDE(set1_epi32)(bytes);
 }
 
-inline Reals multiply_add(Reals a, Reals b, Reals c) {
-#if KAGARI_ISA == 0
-  return a * b + c;
-#else
-  return (Reals)WIDE(fmadd_ps)(a, b, c);
-#endif
-}
-
-inline Reals number(const uint8_t* at, int part, bool wide) {  // a part of 16 fp32 or fp16
-  if (wide) return reinterpret_cast<const Reals*>(at)[part];
+inline Lanes number(const uint8_t* at, int part, bool wide) {  // a part of 16 fp32 or fp16
+  if (wide) return reinterpret_cast<const Lanes*>(at)[part];
 #if KAGARI_ISA == 2
-  return (Reals)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)at));
+  return (Lanes)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)at));
 #elif KAGARI_ISA == 1
   return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at + part));
 #else
   uint16_t half[4];
   memcpy(half, at + 8 * part, sizeof half);
-  return Reals{from_half(half[0]), from_half(half[1]), from_half(half[2]), from_half(half[3])};
+  return Lanes{from_half(half[0]), from_half(half[1]), from_half(half[2]), from_half(half[3])};
 #endif
 }
 
 // `four` are four activations of a row, for all lanes; `dot` adds their products with each lane's
 // four weights to it.
 #if KAGARI_ISA == 2
-typedef Whole Four;
+typedef LaneInts Four;
 inline Four four(const int8_t* plane, const int8_t*) { return all_four(plane); }
-inline Whole dot(Whole sum, Whole weights, Four by) {
+inline LaneInts dot(LaneInts sum, LaneInts weights, Four by) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(by));
   return sum;
 }
@@ -202,14 +198,15 @@ inline Four four(const int8_t* high, const int8_t* low) {
   return {WIDE(add_epi16)(shifted, WIDE(srai_epi16)(WIDE(slli_epi16)(rest, 8), 8)),
           WIDE(add_epi16)(odd, WIDE(srai_epi16)(rest, 8))};
 }
-inline Whole dot(Whole sum, Whole weights, const Four& by) {
+inline LaneInts dot(LaneInts sum, LaneInts weights, const Four& by) {
   const Words even = (Words)weights & WIDE(set1_epi16)(255);
   const Words odd = WIDE(srli_epi16)((Words)weights, 8);
-  return sum + (Whole)WIDE(madd_epi16)(even, by.even) + (Whole)WIDE(madd_epi16)(odd, by.odd);
+  return sum + (LaneInts)WIDE(madd_epi16)(even, by.even) + (LaneInts)WIDE(madd_epi16)(odd, by.odd);
 }
 #endif
 
-constexpr int MOST_ROWS = KAGARI_ISA == 2 ? 6 : 2;  // held in registers, by a panel's two tiles
+constexpr int PANEL_ROWS = 6;  // so many are only multiplied by a panel, never as packed
+constexpr int MOST_ROWS = KAGARI_ISA == 2 ? PANEL_ROWS : 2;  // held by registers
 constexpr int FEW_ROWS = KAGARI_ISA == 2 ? 4 : 2;   // or by tiles as they are packed
 constexpr int GROUP_ROWS = 66, PANEL_BLOCKS = 24;    // rows, and blocks of inputs, of a panel
 constexpr int DIRECT_ROWS = 11;                      // more are worth a panel
@@ -232,15 +229,15 @@ void widen(const Packed& from, const uint8_t* run, int blocks, uint8_t (*to)[768
   const int count = 32 / from.block * (from.has_min ? 2 : 1), size = from.wide ? 64 : 32;
   for (int b = 0; b < blocks; b++, run += run_bytes(from)) {
     if (from.bits == 8) memcpy(to[b], run, 512);
-    for (int i = 0; from.bits == 4 && i < 256; i += sizeof(Whole)) {
-      const Whole both = *reinterpret_cast<const Whole*>(run + i);
-      *reinterpret_cast<Whole*>(to[b] + i) = both & 0x0f0f0f0f;
-      *reinterpret_cast<Whole*>(to[b] + i + 256) = (both >> 4) & 0x0f0f0f0f;
+    for (int i = 0; from.bits == 4 && i < 256; i += sizeof(LaneInts)) {
+      const LaneInts both = *reinterpret_cast<const LaneInts*>(run + i);
+      *reinterpret_cast<LaneInts*>(to[b] + i) = both & 0x0f0f0f0f;
+      *reinterpret_cast<LaneInts*>(to[b] + i + 256) = (both >> 4) & 0x0f0f0f0f;
     }
     const uint8_t* numbers = run + 64 * from.bits;
-    for (int i = 0; i < count * PARTS; i++)
-      reinterpret_cast<Reals*>(to[b] + 512)[i] =
-          number(numbers + i / PARTS * size, i % PARTS, from.wide);
+    for (int i = 0; i < count * REGISTERS; i++)
+      reinterpret_cast<Lanes*>(to[b] + 512)[i] =
+          number(numbers + i / REGISTERS * size, i % REGISTERS, from.wide);
   }
 }
 
@@ -255,13 +252,13 @@ template <int Rows, int Bits, int Parts>
 __attribute__((noinline))  // alone it gets the registers it needs
 void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64_t row,
               float (*sums)[2][16]) {
-  constexpr int Tiles = Rows == 1 ? 1 : 2, Vectors = Tiles * PARTS, Quads = 8 / Parts;
-  constexpr bool Apart = PLANES == 2 && Rows < MOST_ROWS;  // few rows: planes in chains of their own
+  constexpr int Tiles = Rows == 1 ? 1 : 2, Vectors = Tiles * REGISTERS, Quads = 8 / Parts;
+  constexpr bool Apart = PLANES == 2 && Rows < PANEL_ROWS;  // few rows: each plane has a chain
   const Runs runs = from;
-  const bool wide = Rows == MOST_ROWS || runs.wide;
+  const bool wide = Rows == PANEL_ROWS || runs.wide;
   const int size = wide ? 64 : 32;
   const int64_t width = in.width, first = row * width + runs.first * 32;
-  const int64_t step = Rows == MOST_ROWS ? sizeof(Panel::runs[0][0]) : runs.step;
+  const int64_t step = Rows == PANEL_ROWS ? sizeof(Panel::runs[0][0]) : runs.step;
   const int8_t *high = in.high + first, *low = in.low ? in.low + first : nullptr;
   const float* scales = in.scales + first / 32;
   const int32_t* totals = in.sums + first / 16;
@@ -274,15 +271,15 @@ void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64
       if (Parts == 1) inputs[r][b] = (total[2 * b] + total[2 * b + 1]) * scale[b];
       else for (int i = 2 * b; i < 2 * b + 2; i++) inputs[r][i] = total[i] * scale[b];
   }
-  Reals result[Rows][Vectors];
-  EACH_VECTOR(result[r][v] = reinterpret_cast<const Reals*>(sums[r][tile])[v]);
+  Lanes result[Rows][Vectors];
+  EACH_VECTOR(result[r][v] = reinterpret_cast<const Lanes*>(sums[r][tile])[v]);
   for (int64_t b = 0; b < runs.blocks; b++, at[0] += step, at[1] += step) {
     for (int64_t i = 0; i < fetch; i += 64)
       for (int t = 0; t < Tiles; t++)
         __builtin_prefetch(runs.next[tile + t] + b * fetch + i);
 #pragma GCC unroll 2
     for (int part = 0; part < Parts; part++) {
-      Whole dots[Rows][Vectors] = {}, lows[Rows][Vectors] = {};
+      LaneInts dots[Rows][Vectors] = {}, lows[Rows][Vectors] = {};
 #pragma GCC unroll 2
       for (int plane = 0; plane < PLANES; plane++) {
         if (plane && !low) continue;
@@ -292,12 +289,13 @@ void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64
           __asm__ volatile("" ::: "memory");  // else later loads come early, and results spill
           const int64_t quad = 64 * (i % Bits);
           EACH_VECTOR({
-            Whole weights = reinterpret_cast<const Whole*>(at[v / PARTS] + quad)[v % PARTS];
+            const auto* of_tile = reinterpret_cast<const LaneInts*>(at[v / REGISTERS] + quad);
+            LaneInts weights = of_tile[v % REGISTERS];
             if (Bits == 4) weights = (weights >> (i / 4 * 4)) & 0x0f0f0f0f;
             const int64_t offset = r * width + b * 32 + i * 4;
             const Four by = four((plane ? low : high) + offset,
                                  PLANES == 1 && low ? low + offset : nullptr);
-            Whole& sum = plane && Apart ? lows[r][v] : dots[r][v];
+            LaneInts& sum = plane && Apart ? lows[r][v] : dots[r][v];
             sum = dot(sum, weights, by);
           });
         }
@@ -309,23 +307,23 @@ void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64
       });
       const int scale_at = 64 * Bits + part * size, minimum_at = scale_at + Parts * size;
       EACH_VECTOR({
-        const Reals scale = number(at[v / PARTS] + scale_at, v % PARTS, wide);
-        result[r][v] = multiply_add(__builtin_convertvector(dots[r][v], Reals),
+        const Lanes scale = number(at[v / REGISTERS] + scale_at, v % REGISTERS, wide);
+        result[r][v] = fused(__builtin_convertvector(dots[r][v], Lanes),
                                     scale * scales[r * (width / 32) + b], result[r][v]);
       });
       if (runs.has_min) EACH_VECTOR({
-        const Reals minimum = number(at[v / PARTS] + minimum_at, v % PARTS, wide);
-        result[r][v] = multiply_add(minimum, all(inputs[r][b * Parts + part]), result[r][v]);
+        const Lanes minimum = number(at[v / REGISTERS] + minimum_at, v % REGISTERS, wide);
+        result[r][v] = fused(minimum, spread(inputs[r][b * Parts + part]), result[r][v]);
       });
     }
   }
-  EACH_VECTOR(reinterpret_cast<Reals*>(sums[r][tile])[v] = result[r][v]);
+  EACH_VECTOR(reinterpret_cast<Lanes*>(sums[r][tile])[v] = result[r][v]);
 }
 
 template <int Rows>
 void multiply_rows(const Runs& runs, int64_t fetch, const Quants& in, int64_t row,
                    float (*sums)[2][16]) {
-  constexpr int Bits = Rows == MOST_ROWS ? 8 : 4;  // the most rows: of a panel
+  constexpr int Bits = Rows == PANEL_ROWS ? 8 : 4;
   const auto by_runs = runs.is_halved
       ? (runs.bits == 4 ? multiply<Rows, Bits, 2> : multiply<Rows, 8, 2>)
       : (runs.bits == 4 ? multiply<Rows, Bits, 1> : multiply<Rows, 8, 1>);
@@ -539,26 +537,10 @@ void run_best(const void* args, const Step* step) {
 // Gimelshein, 2018) over the tiles of an absolute segment; segments are then merged in ascending
 // order (Dao et al., 2023: "split KV"). So a row's bits do not depend on what it is computed with.
 
-constexpr int LANES = KAGARI_ISA == 2 ? 16 : KAGARI_ISA == 1 ? 8 : 4;  // of one register
 constexpr int TILE_ROWS = 6, TILE_COLUMNS = KAGARI_ISA == 2 ? 4 : 2;    // registers that sum
 constexpr int MAX_DIM = 256, BLOCK_ROWS = 96, PIECES_PER_THREAD = 4;
 constexpr float FLOOR = -1e30f;     // below any score
 constexpr float HIDDEN = -2e30f;    // below FLOOR: its weight is 0 whatever the highest score
-
-typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t LaneInts __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-inline Lanes& lanes(float* at) { return *reinterpret_cast<Lanes*>(at); }
-inline const Lanes& lanes(const float* at) { return *reinterpret_cast<const Lanes*>(at); }
-inline Lanes spread(float value) { return value - Lanes{}; }
-
-inline Lanes fused(Lanes a, Lanes b, Lanes c) {
-#if KAGARI_ISA > 0
-  return WIDE(fmadd_ps)(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
 
 inline float highest_lane(Lanes value) {
   union { Lanes whole; __m128 part[LANES / 4]; } parts{value};
@@ -764,7 +746,7 @@ inline Lanes high_half(LaneInts pair) {
   return reinterpret_cast<Lanes>(pair & (int32_t)0xffff0000);
 }
 
-// Scores of LANES keys [dim] for a few queries [dim]: what `multiply` gives, without a copy of keys.
+// Scores of LANES keys [dim] for a few queries [dim]: what `multiply` gives, but no copy of keys.
 template <int ROWS, bool IS_FLOAT>
 void score_keys(int rows, const float* queries, const int32_t* keys, int dwords, float* scores,
                 Ahead ahead) {
