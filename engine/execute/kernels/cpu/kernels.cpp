@@ -289,8 +289,9 @@ void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64
           __asm__ volatile("" ::: "memory");  // else later loads come early, and results spill
           const int64_t quad = 64 * (i % Bits);
           EACH_VECTOR({
-            const auto* of_tile = reinterpret_cast<const LaneInts*>(at[v / REGISTERS] + quad);
-            LaneInts weights = of_tile[v % REGISTERS];
+            const LaneInts* tile_at =
+                reinterpret_cast<const LaneInts*>(at[v / REGISTERS] + quad);
+            LaneInts weights = tile_at[v % REGISTERS];
             if (Bits == 4) weights = (weights >> (i / 4 * 4)) & 0x0f0f0f0f;
             const int64_t offset = r * width + b * 32 + i * 4;
             const Four by = four((plane ? low : high) + offset,
