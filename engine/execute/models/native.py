@@ -23,7 +23,7 @@ from engine.execute.layers.linear import Linear
 from engine.execute.layers.packed import Packer, Part
 from engine.execute.layers.rotary import GrowingTables
 from engine.execute.layers.row_tiles import SIZES, RowTiles, admit
-from engine.execute.models.decoder import HEAD_SIZES, MOST_LOGITS, head_gain
+from engine.execute.models.decoder import HEAD_SIZES, MOST_LOGITS, head_gain, read_bias
 from engine.execute.models.model import HEAD_ROWS, Head
 from engine.execute.models.wiring import Wiring
 from engine.execute.native_step import NativeStep
@@ -400,7 +400,10 @@ class _Program:
 
     def _product(self, at: str, parts: Sequence[Part], given: Activations, out: Tensor) -> None:
         for part in parts:
-            bias = self._bias(part)
+            names = [name.removeprefix(f"{at}.").removesuffix(".weight") for name in part.names]
+            bias = read_bias(self._checkpoint, at, names)
+            if bias is not None:
+                self._keep(bias)
             if part.packed is not None:
                 self.entries.append(self._gemm(part, given, out, bias))
                 continue
@@ -410,12 +413,6 @@ class _Program:
                 None if bias is None else bias.to(self._dtype),
             )
             self._plain(part, linear, given, out, SIZES)
-
-    def _bias(self, part: Part) -> Tensor | None:
-        names = [f"{name.removesuffix('.weight')}.bias" for name in part.names]
-        if names[0].split(".")[-2] not in self._config.biases:
-            return None
-        return self._keep(torch.cat([self._checkpoint.read(name) for name in names]))
 
     def _gemm(
         self,
