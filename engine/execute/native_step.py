@@ -10,10 +10,11 @@ from engine.schedule.plan import Row
 
 
 class NativeStep:
-    """One step's arrays, in the order of the plan's rows; `step` points into them."""
+    """One step's arrays, in the order of the plan's rows; `step` points into them. context_tokens:
+    of the longest row, from its sequence's start."""
 
-    __slots__ = ("first_tokens", "ids", "last", "num_rows", "pages", "positions", "slots_page",
-                 "spans", "step")  # fmt: skip
+    __slots__ = ("context_tokens", "first_tokens", "ids", "last", "num_rows", "pages", "positions",
+                 "slots_page", "spans", "step")  # fmt: skip
 
     def __init__(
         self, rows: Sequence[Row], *, page_size: int, most_last: int, context_tokens: int
@@ -23,13 +24,12 @@ class NativeStep:
         ids, positions, slots_page = array("I"), array("i"), array("i")
         spans, pages, last = array("i"), array("i"), array("i")
         first_tokens: list[int] = []
+        reached = 0
         shift = page_size.bit_length() - 1
         for row in rows:
             first, start, count = len(ids), row.start, len(row.token_ids)
             (table,) = row.page_table
-            assert start + count <= context_tokens, (
-                f"position {start + count - 1}, allowed up to {context_tokens - 1}"
-            )
+            reached = max(reached, start + count)
             first_tokens.append(first)
             spans.extend((first, count, start, len(pages)))
             pages.fromlist(table)
@@ -45,6 +45,10 @@ class NativeStep:
                     slots_page += array("i", (table[at],)) * inside
             if row.samples and len(last) < most_last:
                 last.append(first + count - 1)
+        assert reached <= context_tokens, (
+            f"position {reached - 1}, allowed up to {context_tokens - 1}"
+        )
+        self.context_tokens = reached
         self.ids, self.positions, self.slots_page = ids, positions, slots_page
         self.spans, self.pages, self.last = spans, pages, last
         self.first_tokens, self.num_rows = first_tokens, len(ids)

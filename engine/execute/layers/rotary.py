@@ -7,7 +7,10 @@ import math
 import torch
 from torch import Tensor
 
+from engine.execute.host_memory import zeros
 from engine.execute.weights.facts import RopeScaling
+
+BLOCK_POSITIONS = 1024  # of which GrowingTables gets to know at a time
 
 
 def frequencies(
@@ -69,14 +72,38 @@ def _yarn(
     return inverse, attention
 
 
-def tables(
-    inverse: Tensor, attention_factor: float, *, context_tokens: int
-) -> tuple[Tensor, Tensor]:
-    """cos and sin, each fp32 [context, dim / 2], of every position of the effective (not the
+def tables(inverse: Tensor, attention_factor: float, *, positions: range) -> tuple[Tensor, Tensor]:
+    """cos and sin, each fp32 [positions, dim / 2], of positions of the effective (not the
     original) context."""
-    angles = torch.arange(context_tokens).float()[:, None] * inverse[None]
+    angles = torch.arange(positions.start, positions.stop).float()[:, None] * inverse[None]
     sin = angles.sin()
     return angles.cos_().mul_(attention_factor), sin.mul_(attention_factor)
+
+
+class GrowingTables:
+    """cos and sin, each fp32 [context, dim / 2], known up to the furthest position asked for: a
+    long context takes memory only where it is used."""
+
+    def __init__(self, inverse: Tensor, attention_factor: float, *, context_tokens: int) -> None:
+        self.cos, self.sin = (
+            zeros(context_tokens, len(inverse), dtype=torch.float32) for _ in range(2)
+        )
+        self._turn = inverse, attention_factor
+        self._known = 0
+
+    def reach(self, context_tokens: int) -> None:
+        """Positions below context_tokens can be read from now on; the others' memory may be
+        written, so that a step may read meanwhile."""
+        assert context_tokens <= len(self.cos), "within the context"
+        while self._known < context_tokens:
+            self._grow()
+
+    @torch.inference_mode()
+    def _grow(self) -> None:
+        known = range(self._known, min(self._known + BLOCK_POSITIONS, len(self.cos)))
+        cos, sin = tables(*self._turn, positions=known)
+        self.cos[known.start : known.stop], self.sin[known.start : known.stop] = cos, sin
+        self._known = known.stop
 
 
 class Rotary:
@@ -85,7 +112,7 @@ class Rotary:
     def __init__(
         self, inverse: Tensor, attention_factor: float, *, context_tokens: int, device: torch.device
     ) -> None:
-        cos, sin = tables(inverse, attention_factor, context_tokens=context_tokens)
+        cos, sin = tables(inverse, attention_factor, positions=range(context_tokens))
         # [context, 1, dim]: ready to broadcast over heads; the sign of rotate-half is in the sine.
         self._cos = torch.cat((cos, cos), 1)[:, None].to(device)
         self._sin = torch.cat((-sin, sin), 1)[:, None].to(device)

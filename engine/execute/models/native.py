@@ -21,8 +21,9 @@ from engine.execute.kernels.cpu.library import Args, Library, Quants
 from engine.execute.layers.attention import Attention, Call, Span
 from engine.execute.layers.linear import Linear
 from engine.execute.layers.packed import Packer, Part
+from engine.execute.layers.rotary import GrowingTables
 from engine.execute.layers.row_tiles import SIZES, RowTiles, admit
-from engine.execute.models.decoder import HEAD_SIZES, MOST_LOGITS, head_gain
+from engine.execute.models.decoder import HEAD_SIZES, MOST_LOGITS, head_gain, read_bias
 from engine.execute.models.model import HEAD_ROWS, Head
 from engine.execute.models.wiring import Wiring
 from engine.execute.native_step import NativeStep
@@ -98,20 +99,21 @@ class NativeDecoder:
         *,
         library: Library,
         arena: Arena,
-        tables: Mapping[int | None, tuple[Tensor, Tensor]],
+        tables: Mapping[int | None, GrowingTables],
+        context_tokens: int,
         make_attention: Callable[[], Attention],
         max_rows: int,
         is_fast: bool,
         dtype: torch.dtype,
         progress: Callable[[float], None],
     ) -> None:
-        """tables: cos and sin by the layers' window. make_attention: torch's, made only if it is
+        """tables: by the layers' window. make_attention: torch's, made only if it is
         needed. is_fast: activations have 8 bits, but for the head's. dtype: of torch's products."""
         config = self.config = checkpoint.config
         self.head_rows = max(1, min(HEAD_ROWS, MOST_LOGITS // config.vocab_size))
         self.max_rows = max_rows
         self.tables = tables
-        self.context_tokens = next(iter(tables.values()))[0].shape[0]
+        self.context_tokens = context_tokens
         self.attention = None if takes_head_size(config.head_dim) else make_attention()
         self._library, self._arena = library, arena
         self._page_size = arena.layout.page_size
@@ -180,10 +182,14 @@ class NativeDecoder:
         assert step.num_rows <= self.max_rows, (
             f"a step of {step.num_rows} token rows, allowed {self.max_rows} (step_tokens)"
         )
+        for table in self.tables.values():
+            table.reach(step.context_tokens)
         return step
 
     def _begin(self, step: NativeStep, rows: Sequence[Row]) -> list[range | Fallback]:
         """What is to be run of this step, the last one from now on."""
+        vocab_size = self.config.vocab_size
+        assert max(step.ids) < vocab_size, f"token {max(step.ids)}, allowed below {vocab_size}"
         if self.attention is not None:
             self.calls = self.attention.plans(
                 [
@@ -394,7 +400,10 @@ class _Program:
 
     def _product(self, at: str, parts: Sequence[Part], given: Activations, out: Tensor) -> None:
         for part in parts:
-            bias = self._bias(part)
+            names = [name.removeprefix(f"{at}.").removesuffix(".weight") for name in part.names]
+            bias = read_bias(self._checkpoint, at, names)
+            if bias is not None:
+                self._keep(bias)
             if part.packed is not None:
                 self.entries.append(self._gemm(part, given, out, bias))
                 continue
@@ -404,12 +413,6 @@ class _Program:
                 None if bias is None else bias.to(self._dtype),
             )
             self._plain(part, linear, given, out, SIZES)
-
-    def _bias(self, part: Part) -> Tensor | None:
-        names = [f"{name.removesuffix('.weight')}.bias" for name in part.names]
-        if names[0].split(".")[-2] not in self._config.biases:
-            return None
-        return self._keep(torch.cat([self._checkpoint.read(name) for name in names]))
 
     def _gemm(
         self,
@@ -480,13 +483,13 @@ class _Program:
             is_float=layout.precision == "fp32",
         )
         gain = head_gain(self._checkpoint, self._wiring, at)
-        cos, sin = self._model.tables[window]
+        turns = self._model.tables[window]
         self.entries.append(
             cpu.Rope(
                 qkv=self._qkv.data_ptr(),
                 gain=None if gain is None else self._keep(gain).data_ptr(),
-                cos=cos.data_ptr(),
-                sin=sin.data_ptr(),
+                cos=turns.cos.data_ptr(),
+                sin=turns.sin.data_ptr(),
                 queries=self._queries.data_ptr(),
                 arena=arena,
                 heads=config.num_heads,

@@ -11,7 +11,7 @@ from engine.execute.arena import Arena
 from engine.execute.kernels.cpu.library import Library
 from engine.execute.kernels.registry import Kernels
 from engine.execute.layers.attention import Attention
-from engine.execute.layers.rotary import Rotary, frequencies, tables
+from engine.execute.layers.rotary import GrowingTables, Rotary, frequencies
 from engine.execute.models.decoder import Decoder
 from engine.execute.models.gemma3 import GEMMA3
 from engine.execute.models.llama import LLAMA
@@ -79,9 +79,10 @@ def build_model(
             library=library,
             arena=arena,
             tables={
-                window: tables(*turn, context_tokens=context_tokens)
+                window: GrowingTables(*turn, context_tokens=context_tokens)
                 for window, turn in turns.items()
             },
+            context_tokens=context_tokens,
             make_attention=make_attention,
             max_rows=max_rows,
             is_fast=is_fast,

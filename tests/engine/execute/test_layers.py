@@ -15,7 +15,14 @@ from engine.execute.layers import activation
 from engine.execute.layers.attention import Attention, Span, key_tiles
 from engine.execute.layers.linear import Linear
 from engine.execute.layers.norm import RmsNorm
-from engine.execute.layers.rotary import Rotary, frequencies, rotate
+from engine.execute.layers.rotary import (
+    BLOCK_POSITIONS,
+    GrowingTables,
+    Rotary,
+    frequencies,
+    rotate,
+    tables,
+)
 from engine.execute.layers.row_tiles import RowTiles, admit
 from engine.execute.weights import RopeScaling
 
@@ -129,6 +136,21 @@ def test_factors_of_the_checkpoint_divide_frequencies() -> None:
     plain, _ = frequencies(8, 500.0, None)
     found, _ = frequencies(8, 500.0, RopeScaling("factors"), factors)
     assert torch.equal(found * factors, plain)
+
+
+def test_tables_know_the_positions_that_were_asked_for() -> None:
+    """To the bit what they are when all is computed at once; behind them no memory is touched."""
+    turn, length = frequencies(32, 10_000.0, None), 2 * BLOCK_POSITIONS + 7
+    grown = GrowingTables(*turn, context_tokens=length)
+    whole = tables(*turn, positions=range(length))
+    for reached, known in ((1, BLOCK_POSITIONS), (BLOCK_POSITIONS + 1, 2 * BLOCK_POSITIONS),
+                           (5, 2 * BLOCK_POSITIONS), (length, length)):  # fmt: skip
+        grown.reach(reached)
+        for found, expected in zip((grown.cos, grown.sin), whole, strict=True):
+            assert torch.equal(found[:known], expected[:known])
+            assert not found[known:].any()
+    with pytest.raises(AssertionError, match="within the context"):
+        grown.reach(length + 1)
 
 
 def test_rotation_turns_halves_by_position() -> None:

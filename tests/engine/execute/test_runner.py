@@ -1,5 +1,7 @@
 """What a step does beside the forward pass: tags, tails, verdicts, limits."""
 
+import subprocess
+import sys
 from array import array
 from pathlib import Path
 from typing import Any
@@ -211,33 +213,53 @@ def test_sequences_leave_nothing_behind(steps: Steps) -> None:
     assert set(vars(runner)) == kept
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kernels", "most"), [("torch", 800), ("auto", 93 + 130)])
-def test_loading_holds_no_second_full_copy(model_path: Path, kernels: str, most: int) -> None:
-    """Peak megabytes above the start, in bf16: of torch's products, with their fp32 head, and of
-    the kernels', which hold the file's 93."""
-    import subprocess
-    import sys
-
-    program = """
+LOAD = """
 import resource, sys
 import torch
+from benchmarks.steps import Steps
 from engine.execute.runner import RunnerConfig, load_runner
+from engine.memory import rss_bytes
 from tests.engine.execute.conftest import Spec
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-config = RunnerConfig(num_pages=16, dtype="bf16", threads=1, kernels=sys.argv[2])
-load_runner(Spec(sys.argv[1]), config)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+config = RunnerConfig(int(sys.argv[2]), dtype=sys.argv[3], threads=1, kernels=sys.argv[4])
+runner = load_runner(Spec(sys.argv[1]), config)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+steps = Steps(runner)
+steps.generate([steps.stream([5] * 900)], 4, chunks=[512])
+print(rss_bytes() >> 20)
 """
+
+
+def megabytes(path: Path, num_pages: int, dtype: str, kernels: str) -> list[int]:
+    """At most above the start while it loads, and resident once it has computed 15 pages."""
     done = subprocess.run(
-        [sys.executable, "-c", program, str(model_path), kernels],
+        [sys.executable, "-c", LOAD, str(path), str(num_pages), dtype, kernels],
         cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
         timeout=300,
         check=True,
     )
-    assert int(done.stdout) < most
+    return [int(line) for line in done.stdout.split()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernels", "most"), [("torch", 800), ("auto", 93 + 130)])
+def test_loading_holds_no_second_full_copy(model_path: Path, kernels: str, most: int) -> None:
+    """Of torch's products, with their fp32 head, and of the kernels', which hold the file's 93."""
+    peak, _ = megabytes(model_path, 16, "bf16", kernels)
+    assert peak < most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["model_path", "gemma_path"])
+def test_what_is_resident_is_the_file_the_pages_and_little_more(
+    which: str, request: pytest.FixtureRequest
+) -> None:
+    """However long the context could be: only what is used of it takes memory."""
+    path = request.getfixturevalue(which)
+    _, resident = megabytes(path, 1024, "auto", "auto")
+    assert resident < path.stat().st_size / (1 << 20) + 22 + 350
 
 
 def test_the_row_order_of_a_plan_is_kept(steps: Steps) -> None:
@@ -295,6 +317,14 @@ def test_a_step_beyond_the_native_buffers_is_refused(tiny_gguf: Any, make_runner
     steps.step([(steps.stream(range(20)), 20)])
     with pytest.raises(AssertionError, match="21 token rows, allowed 20"):
         steps.step([(steps.stream(range(21)), 21)])
+
+
+def test_a_token_beyond_the_vocabulary_does_not_reach_a_kernel(
+    tiny_gguf: Any, make_runner: Any
+) -> None:
+    runner = make_runner(tiny_gguf("llama"), precision="native")
+    with pytest.raises(AssertionError, match="token 160, allowed below 160"):
+        Steps(runner).generate([Steps(runner).stream([5, 160])], 1)
 
 
 def test_torch_serves_where_there_are_no_kernels(
