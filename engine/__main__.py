@@ -254,8 +254,8 @@ def _parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--overlap",
         choices=get_args(settings.Overlap),
-        default="on",
-        help="plan and tell of steps while others compute; off: one after the other",
+        default="off",
+        help="on: plan and tell of steps while others compute, where a core is to spare",
     )
     flags.add_argument("--script", help="answer from this JSON file instead of a model")
     flags.add_argument("--bundle", help="the tokenizer bundle that --script speaks in")

@@ -78,7 +78,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     device: Device = "auto"
     step_tokens: int = DEFAULT_STEP_TOKENS
     max_running: int = DEFAULT_MAX_RUNNING
-    overlap: Overlap = "on"  # plan a step while the one before it computes
+    overlap: Overlap = "off"  # plan a step while the one before it computes
     script: str | None = None
     bundle: str | None = None
 

@@ -33,7 +33,7 @@ class EngineLoop:
                 step_tokens=DEFAULT_STEP_TOKENS,
             )
         )
-        self.overlap(True)
+        self.overlap(False)
 
     def overlap(self, is_on: bool) -> None:
         """Whether a step is planned while the one before it computes. Not while one computes."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy
@@ -136,23 +134,19 @@ class Ours:
     def kernel_shares(self, count: int) -> list[tuple[float, float]] | None:
         """(seconds, those in kernels) of steps, one after the other; None: no compiled kernels."""
         shares: list[tuple[float, float]] = []
-        with self._without_overlap(), taps.seconds_in_kernels() as spent:
+        with taps.seconds_in_kernels() as spent:
             for _ in range(count):
                 spent.clear()
                 whole = timed(self._loop.step)
                 shares.append((whole, sum(spent)))
         return shares if any(kernels for _, kernels in shares) else None
 
-    def steps_without_overlap(self, count: int) -> list[float]:
-        with self._without_overlap():
-            return self.steps(count)
-
-    @contextmanager
-    def _without_overlap(self) -> Iterator[None]:
-        self._loop.last_step()
-        self._loop.overlap(False)
-        yield
+    def steps_with_overlap(self, count: int) -> list[float]:
         self._loop.overlap(True)
+        seconds = self.steps(count)
+        self._loop.settle()
+        self._loop.overlap(False)
+        return seconds
 
     def prepare_mixed(self, prompts: list[list[int]], chunk: list[int]) -> None:
         """Sequences that decode from the end of their prompts, and a chunk of another's prompt.

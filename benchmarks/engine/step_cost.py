@@ -48,14 +48,14 @@ def _add_overhead(bench: Bench) -> None:
 
 
 def _add_overlap(bench: Bench, name: str, batch: int, count: int) -> None:
-    """Planned while the step before computes, as served by default, beside one after the other."""
+    """Planned while the step before computes, beside one after the other, as served by default."""
     for compute, ours in bench.ours.items():
         bench.neighbours.cores()
         ours.start_decoding(bench.prompts(batch, CONTEXT))
         rounds: list[tuple[float, float]] = []
         for _ in range(bench.rounds()):
-            without = median(ours.call("steps_without_overlap", count))
-            rounds.append((ours.step(count).s, without))
+            overlapped = median(ours.call("steps_with_overlap", count))
+            rounds.append((overlapped, ours.step(count).s))
         ours.stop_decoding()
         on, off = (median(column) for column in zip(*rounds, strict=True))
         ratio = median(without / overlapped for overlapped, without in rounds)

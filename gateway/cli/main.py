@@ -85,7 +85,7 @@ def serve(
         int | None, typer.Option(help="Most tokens an engine computes in one step.")
     ] = None,
     overlap: Annotated[
-        str | None, typer.Option(help="on or off: plan a step while another computes.")
+        str | None, typer.Option(help="on: plan a step while another computes.")
     ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of each engine.")] = None,
     script: Annotated[

@@ -58,8 +58,8 @@ class Scripted:
             return None
         return [(self._seconds, self._seconds * 0.95)] * count
 
-    def steps_without_overlap(self, count: int) -> list[float]:
-        return [self._seconds * 1.5] * count
+    def steps_with_overlap(self, count: int) -> list[float]:
+        return [self._seconds / 1.5] * count
 
     def prepare_mixed(self, prompts: list[list[int]], chunk: list[int]) -> None:
         assert len(chunk) < len(prompts) * len(prompts[0])
