@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from engine.cores import own_cores
 from engine.execute.arena import DTYPES, Arena
 from engine.execute.batch import tag_pairs
 from engine.execute.kernels.cpu.library import Library, load
@@ -109,7 +109,7 @@ def open_library(config: RunnerConfig, device: torch.device) -> Library | None:
     """The CPU's own kernels, unless the device, the precision or the machine asks for torch's."""
     if device.type != "cpu" or config.dtype == "fp32" or config.kernels == "torch":
         return None
-    return load(threads=config.threads or len(os.sched_getaffinity(0)))
+    return load(threads=config.threads or own_cores().usable)
 
 
 def choose_precision(wanted: Precision, device: torch.device) -> Literal["bf16", "fp32"]:

@@ -8,7 +8,7 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-constexpr int KEY_TILE = 64, KEY_SEGMENT = 256;  // attention: softmax's steps, and what is merged
+constexpr int KEY_TILE = 64, KEY_STRETCH = 256;  // attention: softmax's steps, and what is merged
 
 enum Kind : int32_t { EMBED, NORM, GEMM, ROPE, ATTEND, GATE, BEST };  // of an Op, by its args' type
 

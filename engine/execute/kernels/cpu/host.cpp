@@ -312,7 +312,7 @@ EXPORT int64_t kagari_sizeof(int32_t index) {  // of the structs, in the order o
 EXPORT int64_t kagari_attention_scratch(int32_t rows, int32_t heads, int32_t dim,
                                         int32_t context_tokens, int32_t threads) {
   const int64_t split = rows < 32 * threads ? rows : 32 * threads;
-  const int64_t states = split * heads * (context_tokens / KEY_SEGMENT + 1) * (dim + 16);
+  const int64_t states = split * heads * (context_tokens / KEY_STRETCH + 1) * (dim + 16);
   return attention_tables(rows, threads) + (int64_t)rows * heads * dim +
          (states < 1 << 23 ? states : 1 << 23);
 }

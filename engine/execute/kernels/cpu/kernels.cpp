@@ -17,8 +17,6 @@ namespace {
 
 typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
-typedef uint8_t Bytes __attribute__((vector_size(64), aligned(1), may_alias));
 
 #if KAGARI_ISA == 2
 #define WIDE(name) _mm512_##name
@@ -57,11 +55,6 @@ inline Floats load(const float* at, int lanes, Floats rest = splat(0)) {  // res
   if (lanes == 16) return load(at);
   memcpy(&rest, at, lanes * sizeof(float));
   return rest;
-}
-
-inline Floats load_bf16(const uint16_t* at) {
-  return reinterpret_cast<Floats>(
-      __builtin_convertvector(*reinterpret_cast<const Halves*>(at), Ints) << 16);
 }
 
 inline void store(float* at, Floats value, int lanes = 16) {
@@ -535,7 +528,7 @@ void run_best(const void* args, const Step* step) {
 // --- attention -----------------------------------------------------------------------------------
 
 // Keys and values are read in absolute tiles of 64 keys. A row's softmax runs online (Milakov &
-// Gimelshein, 2018) over the tiles of an absolute segment; segments are then merged in ascending
+// Gimelshein, 2018) over the tiles of an absolute stretch; stretches are then merged in ascending
 // order (Dao et al., 2023: "split KV"). So a row's bits do not depend on what it is computed with.
 
 constexpr int TILE_ROWS = 6, TILE_COLUMNS = KAGARI_ISA == 2 ? 4 : 2;    // registers that sum
@@ -652,8 +645,8 @@ struct Workspace {  // a thread's own; a state: weighted values [dim], highest s
   float keys[MAX_DIM * KEY_TILE];             // [dim][64]
   float values[KEY_TILE * MAX_DIM];           // [64][dim]
   float scores[TILE_ROWS * KEY_TILE];         // then weights
-  float weights[BLOCK_ROWS * LANES];          // [rows][LANES]: sums of weights in a segment
-  float segment[BLOCK_ROWS * (MAX_DIM + 16)]; // states
+  float weights[BLOCK_ROWS * LANES];          // [rows][LANES]: sums of weights in a stretch
+  float stretch[BLOCK_ROWS * (MAX_DIM + 16)]; // states
   float merged[BLOCK_ROWS * (MAX_DIM + 16)];  // states
   float copy[16 * MAX_DIM];                   // of keys some of which must not be read
 };
@@ -854,12 +847,12 @@ inline int first_seen(int window, int position) {  // the first key that a token
 
 struct Block {  // consecutive tokens of a span
   const Span* span;
-  float* states;  // [kv head][segment][row] if its segments are several threads' work, else null
-  int32_t first_token, tokens, first_segment, num_segments;
+  float* states;  // [kv head][stretch][row] if its stretches are several threads' work, else null
+  int32_t first_token, tokens, first_stretch, num_stretches;
   int32_t left;   // work items not done
 };
 
-struct Piece { int32_t block, first_key, last_key; };  // of whole segments; × kv heads: work items
+struct Piece { int32_t block, first_key, last_key; };  // of whole stretches; × kv heads: work items
 
 void write_state(const Attend& attend, float* out, const Block& block, int kv_head, int row,
                  const float* state) {
@@ -889,7 +882,7 @@ void soften(const Rows& of, int tile, int first, int count, Workspace& work, flo
       for (int j = 0; j < KEY_TILE; j += LANES, key += LANES)
         lanes(scores + j) = (key >= begin) & (key <= end) ? lanes(scores + j) : spread(HIDDEN);
     }
-    float* const high = work.segment + (first + i) * (of.dim + 16) + of.dim;
+    float* const high = work.stretch + (first + i) * (of.dim + 16) + of.dim;
     Lanes top = spread(before[i] = *high);
     for (int j = 0; j < KEY_TILE; j += LANES) top = higher(lanes(scores + j), top);
     best[i] = *high = highest_lane(top);
@@ -920,7 +913,7 @@ void attend_many(const Rows& of, int tile, const Run* runs, Workspace& work) {
     multiply<TILE_ROWS>(count, work.queries + r * dim, dim, work.keys, KEY_TILE, work.scores,
                         KEY_TILE, nullptr, dim, {});
     soften(of, tile, r, count, work, shrinks);
-    multiply<TILE_ROWS>(count, work.scores, KEY_TILE, work.values, dim, work.segment + r * width,
+    multiply<TILE_ROWS>(count, work.scores, KEY_TILE, work.values, dim, work.stretch + r * width,
                         width, shrinks, seen < KEY_TILE ? seen : KEY_TILE, {});
   }
 }
@@ -947,7 +940,7 @@ void attend_few(const Rows& of, int tile, const Run* runs, const Ahead* ahead, W
     if (count <= 0) continue;
     multiply<TILE_ROWS>(of.count, work.scores + 16 * g + begin, KEY_TILE,
                         reinterpret_cast<const Element*>(runs[g].values) + begin * dim, dim,
-                        work.segment, dim + 16, scales[later], count, ahead[g].from(8 * row));
+                        work.stretch, dim + 16, scales[later], count, ahead[g].from(8 * row));
     later = 1;
   }
 }
@@ -977,7 +970,7 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
   }
   for (int r = 0; r < of.count; r++) clear_state(work.merged + r * width, dim);
 
-  constexpr int TILES = KEY_SEGMENT / KEY_TILE;
+  constexpr int TILES = KEY_STRETCH / KEY_TILE;
   const int first_tile = piece.first_key / KEY_TILE, last_tile = piece.last_key / KEY_TILE;
   Run runs[2][TILE_RUNS];
   find_tile(attend, step, block, piece, kv_head, first_tile, runs[first_tile & 1]);
@@ -992,7 +985,7 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
       ahead[i] = {next[i].keys ? next[i].keys : nowhere, next[i].keys ? next[i].values : nowhere};
     }
     if (tile == first_tile || tile % TILES == 0) {
-      for (int r = 0; r < of.count; r++) clear_state(work.segment + r * width, dim);
+      for (int r = 0; r < of.count; r++) clear_state(work.stretch + r * width, dim);
       memset(work.weights, 0, sizeof(Lanes) * of.count);
     }
     if (of.count > TILE_ROWS) attend_many(of, tile, now, work);
@@ -1000,14 +993,14 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
     else attend_few<uint16_t>(of, tile, now, ahead, work);
     if ((tile + 1) % TILES && tile < last_tile) continue;
     for (int r = 0; r < of.count; r++) {
-      float* state = work.segment + r * width;
+      float* state = work.stretch + r * width;
       for (int i = 0; i < LANES; i++) state[dim + 1] += work.weights[r * LANES + i];
       if (!block.states) merge_state(work.merged + r * width, state, dim);
     }
     if (block.states)
-      memcpy(block.states + of.count * width * ((int64_t)kv_head * block.num_segments +
-                                                 tile / TILES - block.first_segment),
-             work.segment, 4 * of.count * width);
+      memcpy(block.states + of.count * width * ((int64_t)kv_head * block.num_stretches +
+                                                 tile / TILES - block.first_stretch),
+             work.stretch, 4 * of.count * width);
   }
   if (!block.states)
     for (int r = 0; r < of.count; r++)
@@ -1022,8 +1015,8 @@ void finish_block(const Attend& attend, float* out, const Block& block) {
     for (int i = 0; i < attend.arena.kv_heads * rows; i++) {
       float* state = workspace.merged;
       clear_state(state, dim);
-      for (int s = 0; s < block.num_segments; s++)
-        merge_state(state, block.states + (((int64_t)i / rows * block.num_segments + s) * rows +
+      for (int s = 0; s < block.num_stretches; s++)
+        merge_state(state, block.states + (((int64_t)i / rows * block.num_stretches + s) * rows +
                                            i % rows) * width, dim);
       write_state(attend, out, block, i / rows, i % rows, state);
     }
@@ -1049,24 +1042,24 @@ void run_attend(const void* args, const Step* step) {
   int num_blocks = 0, num_pieces = 0;
   int64_t total = 0;
   auto cost = [&](const Block& block) {  // rows, and what loading a tile takes: of one kv head
-    return (int64_t)block.num_segments * (block.tokens * group + 24);
+    return (int64_t)block.num_stretches * (block.tokens * group + 24);
   };
   for (int s = 0; s < step->num_spans; s++) {
     const Span* span = step->spans + s;
     int first = (span->num_rows - 1) / block_tokens * block_tokens, after = span->num_rows;
     for (; first >= 0; after = first, first -= block_tokens) {  // the longest work first
-      const int first_segment = first_seen(attend.window, span->start + first) / KEY_SEGMENT;
-      const int last_segment = (span->start + after - 1) / KEY_SEGMENT;
-      blocks[num_blocks] = {span, nullptr, first, after - first, first_segment,
-                            last_segment - first_segment + 1, 0};
+      const int first_stretch = first_seen(attend.window, span->start + first) / KEY_STRETCH;
+      const int last_stretch = (span->start + after - 1) / KEY_STRETCH;
+      blocks[num_blocks] = {span, nullptr, first, after - first, first_stretch,
+                            last_stretch - first_stretch + 1, 0};
       total += cost(blocks[num_blocks++]);
     }
   }
   const int64_t share = total * kv_heads / (PIECES_PER_THREAD * attend.threads) + 1;
   for (int b = 0; b < num_blocks; b++) {
     Block& block = blocks[b];
-    int each = block.num_segments;
-    const int64_t floats = (int64_t)kv_heads * block.num_segments * block.tokens * group *
+    int each = block.num_stretches;
+    const int64_t floats = (int64_t)kv_heads * block.num_stretches * block.tokens * group *
                            (attend.arena.dim + 16);
     if (attend.threads > 1 && each > 1 && cost(block) > share && floats <= end - states) {
       block.states = states;
@@ -1076,8 +1069,8 @@ void run_attend(const void* args, const Step* step) {
     }
     const int start = block.span->start + block.first_token;
     const int first = first_seen(attend.window, start), last = start + block.tokens - 1;
-    for (int s = 0; s < block.num_segments; s += each, block.left += kv_heads) {
-      const int begin = (block.first_segment + s) * KEY_SEGMENT, end = begin + each * KEY_SEGMENT;
+    for (int s = 0; s < block.num_stretches; s += each, block.left += kv_heads) {
+      const int begin = (block.first_stretch + s) * KEY_STRETCH, end = begin + each * KEY_STRETCH;
       pieces[num_pieces++] = {b, begin > first ? begin : first, end > last ? last : end - 1};
     }
   }
