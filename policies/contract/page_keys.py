@@ -14,12 +14,18 @@ SCHEMA_VERSION = 1
 KEY_BYTES = 32
 EVENT_KEY_BYTES = 16
 SALT_BYTES = 32
+OWNER_BYTES = 16
 ID_BYTES = 4
 
 
 def tenant_salt(home_secret: bytes, tenant: str) -> bytes:
     """The tenant's seed of page keys, 32 bytes; the secret is the fleet's and persists."""
     return hmac.digest(home_secret, tenant.encode(), "sha256")
+
+
+def owner_tag(salt: bytes) -> bytes:
+    """Whose a stored page is, 16 bytes: what a purge finds it by; it tells nothing of the salt."""
+    return sha256(b"owner" + salt).digest()[:OWNER_BYTES]
 
 
 def interchangeable_id(identity: str, compute: str) -> str:

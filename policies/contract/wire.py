@@ -15,7 +15,10 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-WIRE_VERSION = 2  # 2: Sampling from presence_penalty on, Logprobs, PromptLogprobs
+WIRE_VERSION = 3
+# 2: Sampling from presence_penalty on, Logprobs, PromptLogprobs
+# 3: tiers in reports and usages; Pin, Unpin, Purge
+TIERS_VERSION = 3
 MIN_WIRE_VERSION = 1
 BUNDLE_PART_BYTES = 1 << 20
 MAX_FRAME_BYTES = 16 << 20
@@ -83,11 +86,33 @@ class Sampling(Struct, frozen=True, array_like=True, omit_defaults=False):
 
 
 class Usage(Struct, frozen=True, array_like=True):
-    """Tokens of one stream. prompt_tokens includes cached_tokens."""
+    """Tokens of one stream. prompt_tokens includes cached_tokens, and these what was fetched from
+    slower tiers; the others were on the device."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    host_tokens: int = 0
+    disk_tokens: int = 0
+    cluster_tokens: int = 0
+
+
+class TierReport(Struct, frozen=True, array_like=True):
+    """A slower tier of an engine. Counts since the engine's start; a state other than ok means that
+    nothing is asked of it for now."""
+
+    tier: Tier
+    pages_total: int  # 0: unknown
+    pages_used: int
+    state: Literal["ok", "scanning", "broken"] = "ok"
+    hit_pages: int = 0
+    miss_pages: int = 0
+    stored_pages: int = 0
+    evicted_pages: int = 0
+    dropped_pages: int = 0  # not stored: the queue was full, or the tier refused
+    corrupt_pages: int = 0
+    timeouts: int = 0
+    fetch_bytes_per_s: float = 0.0  # measured; 0 until it was
 
 
 class EngineInfo(Struct, frozen=True, array_like=True):
@@ -110,6 +135,8 @@ class EngineInfo(Struct, frozen=True, array_like=True):
     prefill_tokens_per_s: float = 0.0  # measured at start-up; reports carry the running value
     aliases: tuple[str, ...] = ()
     owned_by: str = "kagari"
+    page_bytes: int = 0
+    tier_pages: tuple[tuple[Tier, int], ...] = ()  # capacity of each slower tier
 
 
 class EngineReport(Struct, frozen=True, array_like=True):
@@ -130,6 +157,9 @@ class EngineReport(Struct, frozen=True, array_like=True):
     decode_tokens_per_s: float = 0.0
     preemptions: int = 0
     rss_bytes: int = 0
+    tiers: tuple[TierReport, ...] = ()
+    pages_pinned: int = 0
+    integrity_faults: int = 0
 
 
 class PageStored(Struct, frozen=True, array_like=True, tag="stored"):
@@ -277,6 +307,25 @@ class UsageRecord(Struct, frozen=True, array_like=True, tag="usage_record"):
     usage: Usage
 
 
+class PinResult(Struct, frozen=True, array_like=True, tag="pin_result"):
+    """What became of a Pin: its pages are computed and held, or a code of docs/errors.md."""
+
+    engine: int
+    pin_id: str
+    pages: int
+    code: str = ""
+    message: str = ""
+
+
+class PurgeResult(Struct, frozen=True, array_like=True, tag="purge_result"):
+    """A tenant's pages are gone from the tiers named; `left` names those that did not answer."""
+
+    engine: int
+    purge_id: str
+    pages: int
+    left: tuple[Tier, ...] = ()
+
+
 class Draining(Struct, frozen=True, array_like=True, tag="draining"):
     """The node takes nothing new and finishes what runs."""
 
@@ -317,6 +366,33 @@ class Submit(Struct, frozen=True, array_like=True, tag="submit"):
     grammar: str | None = None
     transfer: bytes | None = None
     retention_s: float | None = None
+
+
+class Pin(Struct, frozen=True, array_like=True, tag="pin"):
+    """Compute this prompt's full pages and keep them on the device until ttl_s is over or Unpin.
+
+    Idempotent by pin_id. max_pages is the tenant's quota on this engine, of all its pins.
+    """
+
+    engine: int
+    pin_id: str
+    prompt: bytes  # u32 little endian ids
+    salt: bytes
+    ttl_s: float
+    max_pages: int
+
+
+class Unpin(Struct, frozen=True, array_like=True, tag="unpin"):
+    engine: int
+    pin_id: str
+
+
+class Purge(Struct, frozen=True, array_like=True, tag="purge"):
+    """Forget a tenant: its pages leave every tier, its running sequences publish nothing more."""
+
+    engine: int
+    purge_id: str
+    salt: bytes
 
 
 class Abort(Struct, frozen=True, array_like=True, tag="abort"):
@@ -362,11 +438,32 @@ class EngineNews(Struct, frozen=True, array_like=True, tag="engine_news"):
 
 
 NodeToGateway = (
-    Hello | BundlePart | Step | PageEvents | Report | EnginesChanged | UsageRecord | Draining
+    Hello
+    | BundlePart
+    | Step
+    | PageEvents
+    | Report
+    | EnginesChanged
+    | UsageRecord
+    | PinResult
+    | PurgeResult
+    | Draining
 )
-GatewayToNode = Welcome | Refused | Submit | Abort | FinishLane | Resync | UsageAck | Drain
-EngineToAgent = EngineUp | EngineNews | UsageRecord
-AgentToEngine = Submit | Abort | FinishLane | Drain
+GatewayToNode = (
+    Welcome
+    | Refused
+    | Submit
+    | Abort
+    | FinishLane
+    | Resync
+    | UsageAck
+    | Pin
+    | Unpin
+    | Purge
+    | Drain
+)
+EngineToAgent = EngineUp | EngineNews | UsageRecord | PinResult | PurgeResult
+AgentToEngine = Submit | Abort | FinishLane | Pin | Unpin | Purge | Drain
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_node = msgspec.msgpack.Decoder(NodeToGateway).decode
