@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from engine.config import ConfigError
 from engine.store.page_codec import PageLayout, copy_bytes, payload_checksum
@@ -143,8 +144,6 @@ def _memory(size: int) -> memoryview:
             remedy="lower --kv-host-mb",
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without them
     return memoryview(memory)

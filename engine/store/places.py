@@ -75,7 +75,7 @@ class Places:
         """No call begins any more; True once the last has left."""
         with self._changed:
             self._is_closed = True
-            return self._changed.wait_for(lambda: not self._calls, _left(deadline))
+            return self._changed.wait_for(lambda: not self._calls, seconds_left(deadline))
 
     # --- writing ---------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class Places:
                     return Status.OK
                 ready = theirs.intersection(self._free)
                 if not ready:
-                    left = _left(deadline)
+                    left = seconds_left(deadline)
                     if left <= 0:
                         return Status.TIMEOUT
                     self._changed.wait(left)
@@ -199,6 +199,11 @@ class Places:
         """Keys of pages that were found at the start and not read since."""
         with self._changed:
             return [key for key, held in self._held.items() if self._owners[held.place] == UNKNOWN]
+
+    def doubts(self) -> bool:
+        """Some place holds bytes of no one knows whom."""
+        with self._changed:
+            return UNKNOWN in self._owners
 
     def count(self, statuses: Sequence[Status], *, ok: str | None = None) -> None:
         """ok: the counter of those that went well."""
@@ -232,7 +237,7 @@ class Places:
         try:
             while ready and status is Status.OK:
                 place = next(iter(ready))
-                status = Status.TIMEOUT if _left(deadline) <= 0 else wipe(place)
+                status = Status.TIMEOUT if seconds_left(deadline) <= 0 else wipe(place)
                 if status is Status.OK:
                     with self._changed:
                         self._owners[place] = None
@@ -245,5 +250,6 @@ class Places:
         return status
 
 
-def _left(deadline: float) -> float:
+def seconds_left(deadline: float) -> float:
+    """To wait for, as long as a lock can."""
     return min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
