@@ -13,7 +13,8 @@ from benchmarks.steps import Steps
 from engine.execute.runner import ModelRunner, RunnerConfig, choose_precision, load_runner
 from engine.execute.weights import CheckpointError, RopeScaling
 from engine.schedule.plan import Row, StepPlan
-from engine.store.page_codec import decode_page, encode_page
+from engine.store.page_codec import HEADER_BYTES, decode_page, encode_page
+from engine.store.tier import PageRecord
 from policies.contract.wire import Sampling
 
 GREEDY = Sampling(max_tokens=9, temperature=0.0)
@@ -133,7 +134,10 @@ def test_pages_travel_as_bytes(steps: Steps) -> None:
     key, layout = bytes(32), runner.arena.layout
     moved = steps.stream(prompt, prefix_of=first)
     for at, page in enumerate(moved.pages):
-        blob = encode_page(runner.arena.bytes_of(page), page_key=key, layout=layout, generation=5)
+        blob = bytearray(HEADER_BYTES + layout.page_bytes)
+        record = PageRecord(key, bytes(32), at, bytes(16), generation=5)
+        payload = runner.arena.bytes_of(page)
+        encode_page(record, payload, layout=layout, into=memoryview(blob))
         assert layout.layout_id == runner.layout_id
         found = decode_page(blob, page_key=key, layout=layout)
         runner.arena.load(50 + at, found.payload)  # type: ignore[union-attr]
