@@ -92,6 +92,8 @@ class HostTier:
         self._arena = None
 
     def _read(self, key: bytes, view: memoryview, deadline: float) -> Status:
+        if len(view) != self._page_bytes:
+            raise ValueError(f"view has {len(view)} bytes, want {self._page_bytes}")
         if time.monotonic() >= deadline:
             return Status.TIMEOUT
         held = self._places.hold(key)
