@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -24,6 +24,7 @@ from engine.framing import AGENT_CHANNEL
 from engine.process import Connection, run
 from engine.schedule.plan import Runner
 from engine.schedule.scheduler import Scheduler
+from engine.store.opening import OpenTiers, open_tiers
 from policies.contract import wire
 from policies.contract.bundle import Bundle, decode_bundle
 from policies.contract.page_keys import interchangeable_id
@@ -52,6 +53,8 @@ class Loaded:
     weights_precision: str
     kv_precision: str
     prefill_tokens_per_s: float | None  # None: not measured
+    page_bytes: int = 0
+    open_tiers: Callable[[], OpenTiers] | None = None  # None: its pages have no bytes to keep
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,6 +77,15 @@ def serve(config: EngineConfig, sock: socket.socket) -> int:
         sys.stderr.write(f"engine: {error}\n")
         return EXIT_CANNOT_LOAD
     schedule = _schedule_config(config, loaded.context_tokens, loaded.prefill_tokens_per_s)
+    try:
+        tiers = _open_tiers(config, loaded)
+    except ConfigError as error:
+        sys.stderr.write(f"engine: {error}\n")
+        return EXIT_BAD_CONFIG
+    if tiers is not None:
+        schedule = msgspec.structs.replace(
+            schedule, tiers=tiers.configs, page_bytes=loaded.page_bytes
+        )
     info = wire.EngineInfo(
         engine=config.engine_index,
         model=config.spec.name,
@@ -91,18 +103,38 @@ def serve(config: EngineConfig, sock: socket.socket) -> int:
         step_tokens=config.step_tokens,
         prefill_tokens_per_s=schedule.prefill_tokens_per_s,
         aliases=config.spec.aliases,
+        page_bytes=loaded.page_bytes,
+        tier_pages=tuple((tier.name, tier.capacity_pages) for tier in schedule.tiers),
     )
+    scheduler = Scheduler(schedule)
+    if tiers is not None:
+        for name, records in tiers.found.items():
+            scheduler.tiers.load(name, records, time.monotonic())
+        tiers.store.wake = connection.wake
+        if "disk" in tiers.found:
+            connection.leave_slowly()
     engine = Engine(
         info,
-        Scheduler(schedule),
+        scheduler,
         loaded.runner,
         vocab_size=loaded.vocab_size,
         clock=time.monotonic,
         overlap=config.overlap == "on",
+        store=None if tiers is None else tiers.store,
+        lost_tiers=() if tiers is None else tiers.lost,
     )
     up = wire.EngineUp(info, time.monotonic() - started_at)
     connection.send([(AGENT_CHANNEL, wire.encode(up))])
     return run(engine, connection)
+
+
+def _open_tiers(config: EngineConfig, loaded: Loaded) -> OpenTiers | None:
+    if not (config.kv_host_mb or config.kv_disk_mb or config.cluster_store):
+        return None
+    if loaded.open_tiers is None:
+        sys.stderr.write("engine: --script computes no pages, so there are no slower tiers\n")
+        return None
+    return loaded.open_tiers()
 
 
 def read_config(options: argparse.Namespace) -> EngineConfig:
@@ -130,6 +162,10 @@ def read_config(options: argparse.Namespace) -> EngineConfig:
         overlap=options.overlap,
         script=options.script,
         bundle=options.bundle,
+        kv_host_mb=options.kv_host_mb,
+        kv_disk_mb=options.kv_disk_mb,
+        kv_disk_dir=options.kv_disk_dir,
+        cluster_store=options.cluster_store,
     )
 
 
@@ -213,6 +249,14 @@ def _load_model(config: EngineConfig) -> Loaded:
         weights_precision=runner.weights_precision,
         kv_precision=runner.kv_precision,
         prefill_tokens_per_s=rate,
+        page_bytes=runner.page_bytes,
+        open_tiers=lambda: open_tiers(
+            config,
+            runner.arena.layout,
+            module.page_memory(runner.arena),
+            weights_digest=runner.weights_digest,
+            progress=_report_progress,
+        ),
     )
 
 
@@ -257,6 +301,10 @@ def _parser() -> argparse.ArgumentParser:
         default="off",
         help="on: plan and tell of steps while others compute, where a core is to spare",
     )
+    flags.add_argument("--kv-host-mb", type=int, default=0, help="host tier; 0: none")
+    flags.add_argument("--kv-disk-mb", type=int, default=0, help="disk tier; 0: none")
+    flags.add_argument("--kv-disk-dir", help="the disk tier's folder; it outlives this process")
+    flags.add_argument("--cluster-store", metavar="URL", help="pages shared by a cluster")
     flags.add_argument("--script", help="answer from this JSON file instead of a model")
     flags.add_argument("--bundle", help="the tokenizer bundle that --script speaks in")
     return parser

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from msgspec import Struct
 
-from policies.contract.wire import Compute
+from policies.contract.wire import Compute, Tier
 
 DType = Literal["auto", "bf16", "fp32"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -81,6 +81,10 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     overlap: Overlap = "off"  # plan a step while the one before it computes
     script: str | None = None
     bundle: str | None = None
+    kv_host_mb: int = 0  # 0: no such tier
+    kv_disk_mb: int = 0
+    kv_disk_dir: str | None = None
+    cluster_store: str | None = None
 
     def __post_init__(self) -> None:
         if self.compute not in get_args(Compute):
@@ -111,11 +115,38 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                 allowed="a tokenizer bundle file beside --script",
                 remedy="pass --bundle FILE",
             )
+        for field, megabytes in (
+            ("--kv-host-mb", self.kv_host_mb),
+            ("--kv-disk-mb", self.kv_disk_mb),
+        ):
+            if megabytes < 0:
+                raise ConfigError(
+                    field,
+                    found=megabytes,
+                    allowed="megabytes, 0 or more",
+                    remedy="leave it out, or give 0, for no such tier",
+                )
+        if self.kv_disk_mb and self.kv_disk_dir is None:
+            raise ConfigError(
+                "--kv-disk-dir",
+                found="nothing",
+                allowed="a folder beside --kv-disk-mb",
+                remedy="pass --kv-disk-dir DIR, or leave out --kv-disk-mb",
+            )
         check_batch(self.step_tokens, self.max_running)
 
     @property
     def num_pages(self) -> int:
         return self.kv_device_tokens // self.spec.page_size
+
+
+class TierConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A slower tier as the scheduler sees it; its speed is assumed so until a fetch is measured."""
+
+    name: Tier
+    capacity_pages: int  # 0: a store that keeps what it will
+    bytes_per_s: float = 1e9
+    latency_s: float = 0.002
 
 
 class ScheduleConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -128,6 +159,8 @@ class ScheduleConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     max_running: int = DEFAULT_MAX_RUNNING
     max_waiting: int = DEFAULT_MAX_WAITING
     prefill_tokens_per_s: float = 2000.0  # until a rate is measured
+    tiers: tuple[TierConfig, ...] = ()  # below the device, fastest first
+    page_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_batch(self.step_tokens, self.max_running)

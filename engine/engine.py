@@ -1,7 +1,7 @@
 """The engine: messages in, steps of the scheduler and its runner, frames of tokens out.
 
-    handle(channel, message)     Submit → sequences, one a lane; Abort, FinishLane, Drain
-    step() → frames              expire → a step (stepper.py) → one Step a channel
+    handle(channel, message)     Submit → sequences, one a lane; Abort, FinishLane, Pin, Purge …
+    step() → frames              tiers' news → expire → a step (stepper.py) → one Step a channel
 
 Nothing here waits or does I/O: process.py brings the messages and carries the frames.
 """
@@ -9,6 +9,7 @@ Nothing here waits or does I/O: process.py brings the messages and carries the f
 from __future__ import annotations
 
 import itertools
+import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -19,6 +20,8 @@ import msgspec
 
 from engine.framing import AGENT_CHANNEL
 from engine.memory import rss_bytes
+from engine.pins import Pins
+from engine.purges import Purges
 from engine.schedule.events import (
     PromptTold,
     SequenceEvent,
@@ -32,13 +35,16 @@ from engine.schedule.plan import Runner
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import NewSequence
 from engine.stepper import Stepper
-from engine.submit import check_submit
+from engine.store.tiered import TieredStore
+from engine.submit import check_pin, check_submit
 from policies.contract import page_keys, wire
 
 Frame = tuple[int, bytes]  # (channel, encoded message)
 
 _REMEMBERED_SUBMITS = 8192
 _SEEDS = 1 << 63
+_CLOSE_POLL_S = 0.005
+_CLOSE_TIERS_S = 0.5  # then a tier that hangs is left behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,11 @@ class Engine:
         vocab_size: int,
         clock: Callable[[], float],
         overlap: bool = False,
+        store: TieredStore | None = None,
+        lost_tiers: tuple[wire.Tier, ...] = (),
     ) -> None:
+        """store: carries out what the scheduler orders of its slower tiers. lost_tiers: asked for,
+        but they could not be opened: reported as broken."""
         self.info = info
         self.scheduler = scheduler
         self.advanced = False  # the last step() computed something
@@ -80,6 +90,10 @@ class Engine:
         self._submits: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._steps: dict[int, wire.Step] = {}  # by channel: what the next frames carry
         self._records: list[wire.UsageRecord] = []
+        self._store = store
+        self._lost_tiers = lost_tiers
+        self._pins = Pins(scheduler, info, begin=runner.begin, end=runner.end)
+        self._purges = Purges(scheduler, info.engine)
 
     @property
     def has_work(self) -> bool:
@@ -105,6 +119,15 @@ class Engine:
                     self._route(self.scheduler.finish(sequence_id, message.keep, now))
             case wire.Drain():
                 self._draining = message.drain
+                if message.drain:
+                    self.scheduler.tiers.demote(now)
+            case wire.Pin():
+                self._pin(channel, message, now)
+            case wire.Unpin():
+                self._route(self._pins.unpin(message.pin_id, now))
+            case wire.Purge():
+                self._route(self._pins.unpin_owner(page_keys.owner_tag(message.salt), now))
+                self._purges.begin(channel, message, now)
             case _:
                 assert_never(message)
 
@@ -142,6 +165,13 @@ class Engine:
             self._runner.begin(new.sequence_id, new.prompt)
             leader = leader or new.sequence_id
 
+    def _pin(self, channel: int, pin: wire.Pin, now: float) -> None:
+        try:
+            prompt = check_pin(pin, self._vocab_size, draining=self._draining)
+            self._pins.pin(channel, pin, prompt, next(self._sequence_ids), now)
+        except SequenceRefused as refused:
+            self._pins.refuse(channel, pin.pin_id, refused.code, refused.message)
+
     def _new_sequence(
         self, submit: wire.Submit, index: int, prompt: array[int], leader: int | None, now: float
     ) -> NewSequence:
@@ -155,8 +185,16 @@ class Engine:
         if index:  # lanes of one request differ only by their noise; the first tells the prompt
             seed = (sampling.seed + index) % _SEEDS
             sampling = msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=None)
-        sequence_id, deadline = next(self._sequence_ids), now + submit.deadline_s
-        return NewSequence(sequence_id, prompt, root, sampling, deadline, leader)
+        return NewSequence(
+            next(self._sequence_ids),
+            prompt,
+            root,
+            sampling,
+            now + submit.deadline_s,
+            leader,
+            owner=page_keys.owner_tag(submit.salt),
+            retention_s=submit.retention_s or 0.0,
+        )
 
     def _abort(self, channel: int, lane: int, now: float) -> None:
         sequence_id = self._sequence_by_lane.get((channel, lane))
@@ -171,7 +209,9 @@ class Engine:
         Whatever the runner raises passes through: call fail() then, send its frames, and end.
         """
         now = self._clock()
+        self._move(now)
         self._route(self.scheduler.expire(now))
+        self._route(self._pins.expire(now))
         events = self._stepper.step()
         self.advanced = events is not None
         if events is not None:
@@ -179,11 +219,36 @@ class Engine:
             self._route(events)
         elif not self.has_work:
             self._advanced_at = now
+        self._give_orders()
         return self._take_frames()
 
-    def close(self) -> None:
-        """Let the step under way come to its end; call it last."""
+    def _move(self, now: float) -> None:
+        """Take what slower tiers did, and let them begin what was asked of them meanwhile."""
+        if self._store is None:
+            return
+        for news in self._store.take():
+            self.scheduler.tiers.take(news, now)
+            self._purges.take(news)
+        self._give_orders()
+
+    def _give_orders(self) -> None:
+        if self._store is not None and self.scheduler.tiers.has_orders:
+            self._store.give(self.scheduler.tiers.take_orders())
+
+    def close(self, within_s: float = 0.0) -> None:
+        """Let the step under way come to its end, and what is in no lasting tier go into one, as
+        far as there is time; call it last."""
         self._stepper.close()
+        if self._store is None:
+            return
+        until = self._clock() + within_s
+        self.scheduler.fail_all("draining", "engine: found its agent gone; it ends")
+        self.scheduler.tiers.demote(self._clock())
+        self._move(self._clock())
+        while self.scheduler.tiers.is_demoting and self._clock() < until:
+            time.sleep(_CLOSE_POLL_S)
+            self._move(self._clock())
+        self._store.close(_CLOSE_TIERS_S)
 
     def fail(self, code: str, message: str) -> list[Frame]:
         """End every sequence with this error."""
@@ -210,9 +275,17 @@ class Engine:
             decode_tokens_per_s=load.decode_tokens_per_s,
             preemptions=load.preemptions,
             rss_bytes=rss_bytes(),
+            tiers=self._tier_reports(),
+            pages_pinned=load.pages_pinned,
+            integrity_faults=load.integrity_faults,
         )
         self._report = report
         return AGENT_CHANNEL, wire.encode(wire.EngineNews(report, first_event, events))
+
+    def _tier_reports(self) -> tuple[wire.TierReport, ...]:
+        states = {} if self._store is None else self._store.states()
+        lost = (wire.TierReport(tier, 0, 0, "broken") for tier in self._lost_tiers)
+        return (*self.scheduler.tiers.report(states), *lost)
 
     def pulse(self) -> list[Frame]:
         """The last report with the age of the step that runs; safe from another thread."""
@@ -226,6 +299,9 @@ class Engine:
 
     def _route(self, events: Iterable[SequenceEvent]) -> None:
         for event in events:
+            if self._pins.owns(event.sequence_id):
+                self._pins.take(event)
+                continue
             stream = self._streams[event.sequence_id]
             step = self._step_of(stream.channel)
             match event:
@@ -238,7 +314,9 @@ class Engine:
                 case PromptTold(start=start, entries=entries):
                     step.rare.append(wire.PromptLogprobs(stream.lane, start, entries))
                 case SequenceStarted():
-                    step.rare.append(wire.Started(stream.lane, event.cached_tokens, event.queue_s))
+                    step.rare.append(
+                        wire.Started(stream.lane, event.cached_tokens, event.queue_s, event.tier)
+                    )
                 case SequenceFinished(reason=reason, usage=usage):
                     step.rare.append(wire.Finished(stream.lane, reason, usage))
                     self._end(event.sequence_id, stream, reason, usage)
@@ -279,4 +357,6 @@ class Engine:
             frames.append((channel, wire.encode(step)))
         frames += [(AGENT_CHANNEL, wire.encode(record)) for record in self._records]
         self._steps, self._records = {}, []
+        results = [*self._pins.take_results(), *self._purges.take_results(self._clock())]
+        frames += [(channel, wire.encode(result)) for channel, result in results]
         return frames

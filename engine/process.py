@@ -1,14 +1,16 @@
 """The engine as a process: a socketpair to its node agent, a reader thread, and the loop.
 
-The agent is the only peer. When it is gone (end of file) there is nobody to compute for and nothing
-to save, so the reader thread ends the process at once, even in the middle of a step. SIGTERM keeps
-its default action for the same reason.
+The agent is the only peer. When it is gone (end of file) there is nobody to compute for. Where no
+tier outlives the process there is nothing to save either: the reader thread ends it at once, in the
+middle of a step too, and SIGTERM keeps its default action. Where one does, the loop has LEAVE_S to
+put into it what it lacks.
 """
 
 from __future__ import annotations
 
 import os
 import queue
+import signal
 import socket
 import struct
 import sys
@@ -16,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -31,6 +34,8 @@ EXIT_BAD_FRAMES = 3
 
 _INBOX_MESSAGES = 4096
 _STALLED_WAIT_S = 0.005  # there is work, but nothing of it can run now
+LEAVE_S = 1.0  # for copies into a lasting tier, once the agent is gone or SIGTERM came
+_LEAVE_AT_MOST_S = 1.8  # then the process ends, whatever hangs: its agent waits 2 s
 _SEND_TIMEOUT_S = 10.0  # an agent that reads nothing for so long is as good as gone
 _SEND_BUFFER_BYTES = 4 << 20
 _RECEIVE_BYTES = 1 << 18
@@ -51,7 +56,9 @@ class Connection:
     ) -> None:
         self._socket = sock
         self._exit = exit_process
-        self._inbox: queue.Queue[Message] = queue.Queue(_INBOX_MESSAGES)
+        self._inbox: queue.Queue[Message | None] = queue.Queue(_INBOX_MESSAGES)  # None: wake up
+        self._leaves_slowly = False
+        self.is_leaving = False  # the loop is to end
         self._sending = threading.Lock()
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
@@ -69,15 +76,37 @@ class Connection:
                 self._socket.sendall(data)
 
     def receive(self, timeout_s: float) -> list[Message]:
-        """All messages that have come; waits up to timeout_s for the first."""
+        """All messages that have come; waits up to timeout_s for the first, or for a wake-up."""
         messages: list[Message] = []
         try:
-            if timeout_s > 0:
-                messages.append(self._inbox.get(timeout=timeout_s))
+            message = self._inbox.get(timeout=timeout_s) if timeout_s > 0 else None
             while True:
-                messages.append(self._inbox.get_nowait())
+                if message is not None:
+                    messages.append(message)
+                message = self._inbox.get_nowait()
         except queue.Empty:
             return messages
+
+    def wake(self) -> None:
+        """End the loop's wait; from any thread, and soon forgotten if the loop is busy."""
+        with suppress(queue.Full):
+            self._inbox.put_nowait(None)
+
+    def leave_slowly(self) -> None:
+        """From now on the agent's end, or SIGTERM, lets the loop end by itself, within bounds."""
+        self._leaves_slowly = True
+        signal.signal(signal.SIGTERM, lambda number, frame: self._leave(128 + number))
+
+    def _leave(self, code: int) -> None:
+        if not self._leaves_slowly:
+            self._exit(code)
+            return
+        if not self.is_leaving:
+            self.is_leaving = True
+            last = threading.Timer(_LEAVE_AT_MOST_S, self._exit, (code,))
+            last.daemon = True
+            last.start()
+        self.wake()
 
     def _read(self) -> None:
         reader = FrameReader()
@@ -97,7 +126,7 @@ class Connection:
             code = EXIT_BAD_FRAMES
         except OSError as error:
             _log("agent_lost", error=str(error))
-        self._exit(code)
+        self._leave(code)
 
 
 def run(engine: Engine, connection: Connection, clock: Callable[[], float] = time.monotonic) -> int:
@@ -114,7 +143,7 @@ def run(engine: Engine, connection: Connection, clock: Callable[[], float] = tim
         _log("agent_lost", error=str(error))
         return EXIT_AGENT_GONE
     finally:
-        engine.close()
+        engine.close(LEAVE_S)
         over.set()
         pulse.join(_SEND_TIMEOUT_S)
 
@@ -153,6 +182,8 @@ def _run(engine: Engine, connection: Connection, clock: Callable[[], float], tol
         else:
             wait_s = max(0.0, news_at - clock())
         messages = connection.receive(wait_s)
+        if connection.is_leaving:
+            return EXIT_AGENT_GONE
         try:
             for channel, message in messages:
                 engine.handle(channel, message)
@@ -169,7 +200,7 @@ def _run(engine: Engine, connection: Connection, clock: Callable[[], float], tol
             )
             return EXIT_ENGINE_ERROR
         # Residency is news for routing: told each second, and as soon as the work is done.
-        fresh = not engine.has_work and engine.scheduler.cache.has_events
+        fresh = not engine.has_work and bool(engine.scheduler.page_events)
         if fresh or clock() >= news_at:
             frames.append(engine.news())
             told.at = clock()

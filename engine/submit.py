@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from engine.schedule.events import SequenceRefused
 from policies.contract.page_keys import ID_BYTES, SALT_BYTES
-from policies.contract.wire import LARGEST_PENALTY, MAX_LANES, Sampling, Submit, unpack_ids
+from policies.contract.wire import LARGEST_PENALTY, MAX_LANES, Pin, Sampling, Submit, unpack_ids
 
 MAX_TOP_LOGPROBS = 64
 
@@ -31,18 +31,33 @@ def check_submit(submit: Submit, vocab_size: int, *, draining: bool) -> array[in
                 "unsupported",
                 f"{field}: found {found!r}, allowed {allowed!r}; this engine cannot do it yet",
             )
-    if len(submit.salt) != SALT_BYTES:
+    return _check_prompt(submit.prompt, submit.salt, vocab_size)
+
+
+def check_pin(pin: Pin, vocab_size: int, *, draining: bool) -> array[int]:
+    """The prompt's token ids. Raises SequenceRefused with a code from docs/errors.md."""
+    if draining:
+        raise SequenceRefused("draining", "engine: found draining, allowed ready; pin elsewhere")
+    if not 0.0 < pin.ttl_s < math.inf:
         raise SequenceRefused(
-            "invalid_submit",
-            f"salt: found {len(submit.salt)} bytes, allowed {SALT_BYTES}; send the tenant's salt",
+            "invalid_submit", f"ttl_s: found {pin.ttl_s}, allowed seconds above 0; send such a time"
         )
-    if len(submit.prompt) % ID_BYTES:
+    return _check_prompt(pin.prompt, pin.salt, vocab_size)
+
+
+def _check_prompt(data: bytes, salt: bytes, vocab_size: int) -> array[int]:
+    if len(salt) != SALT_BYTES:
         raise SequenceRefused(
             "invalid_submit",
-            f"prompt: found {len(submit.prompt)} bytes, allowed a multiple of {ID_BYTES}; "
+            f"salt: found {len(salt)} bytes, allowed {SALT_BYTES}; send the tenant's salt",
+        )
+    if len(data) % ID_BYTES:
+        raise SequenceRefused(
+            "invalid_submit",
+            f"prompt: found {len(data)} bytes, allowed a multiple of {ID_BYTES}; "
             "send u32 little endian ids",
         )
-    prompt = unpack_ids(submit.prompt)
+    prompt = unpack_ids(data)
     if prompt and max(prompt) >= vocab_size:
         raise SequenceRefused(
             "invalid_submit",
@@ -56,6 +71,8 @@ def _faults(submit: Submit, sampling: Sampling, vocab_size: int) -> Iterator[str
     """What no request can mean."""
     if len(submit.lanes) > MAX_LANES:
         yield f"lanes: found {len(submit.lanes)}, allowed {MAX_LANES} at most; ask for fewer"
+    if submit.retention_s is not None and not 0.0 <= submit.retention_s < math.inf:
+        yield f"retention_s: found {submit.retention_s}, allowed seconds from 0; send such a time"
     if math.isnan(submit.deadline_s):
         yield "deadline_s: found NaN, allowed seconds; send a number"
     if sampling.prompt_logprobs is not None and submit.role != "mixed":

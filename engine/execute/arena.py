@@ -39,7 +39,7 @@ class Arena:
                 else torch.zeros(shape, dtype=dtype, device=device)
             )
             self.tags = torch.zeros(num_pages, dtype=torch.int64, device=device)
-        # The same memory: a few words cost less this way than a tensor op does.
+        # On a CPU the same memory: a few words cost less this way than a tensor op does.
         self._tags = memoryview(self.tags.cpu().numpy())  # type: ignore[arg-type]
 
     def assign(self, assigned: Sequence[tuple[int, int]]) -> None:
@@ -47,6 +47,13 @@ class Arena:
         if assigned:
             pairs = torch.tensor(assigned, device=self.tags.device)
             self.tags.index_copy_(0, pairs[:, 0], pairs[:, 1])
+            if self.tags.device.type != "cpu":
+                for page_id, generation in assigned:
+                    self._tags[page_id] = generation
+
+    def generation(self, page_id: int) -> int:
+        """What a page's tag says, from the host's copy of the tags."""
+        return int(self._tags[page_id])
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
         """(source, target) page ids, one after the other."""

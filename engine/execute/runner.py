@@ -20,6 +20,7 @@ from engine.execute.kernels.registry import Kernels, kernels_for
 from engine.execute.logprobs import describe
 from engine.execute.models.model import Model
 from engine.execute.models.registry import build_model
+from engine.execute.page_memory import page_memory as page_memory
 from engine.execute.sampling import Choice, sample
 from engine.execute.weights import Checkpoint, CheckpointError, RopeScaling, open_checkpoint
 from engine.schedule.plan import PageCopy, Row, StepPlan, StepResult

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policies.contract.wire import FinishReason, TokenLogprob, Usage
+from policies.contract.wire import FinishReason, Tier, TokenLogprob, Usage
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceStarted:
-    """Once a sequence, before its first token. queue_s: from submit to its first step's plan."""
+    """Once a sequence, before its first token. queue_s: from submit to its first step's plan. tier:
+    the slowest that its cached tokens came from."""
 
     sequence_id: int
     cached_tokens: int
     queue_s: float
+    tier: Tier = "device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +79,5 @@ class Load:
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
     preemptions: int
+    pages_pinned: int
+    integrity_faults: int

@@ -13,7 +13,7 @@ cache's is idle: counted as cached, and the first to go when pages are needed.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import IntEnum
 from typing import NewType
 
@@ -45,6 +45,7 @@ class PagePool:
         # Pages that only the cache holds, longest idle first: insertion order is the LRU order,
         # a counter and not a clock, so that equal histories evict equally.
         self._idle: OrderedDict[PageId, None] = OrderedDict()
+        self._idled: dict[PageId, None] = {}  # became idle since take_idled, in that order
 
     @property
     def num_free(self) -> int:
@@ -59,9 +60,14 @@ class PagePool:
         return self.num_pages - len(self._free) - len(self._idle)
 
     @property
-    def idle(self) -> Iterable[PageId]:
+    def idle(self) -> Collection[PageId]:
         """Pages that only the cache holds, longest idle first."""
         return self._idle
+
+    def take_idled(self) -> Iterable[PageId]:
+        """Pages that became idle since the last call, in that order; some may be idle no more."""
+        idled, self._idled = self._idled, {}
+        return idled
 
     def take(self, kind: HoldKind) -> PageId | None:
         """Assign a free page to who will write it; its generation rises. None: no page is free."""
@@ -98,9 +104,15 @@ class PagePool:
                 self._free.append(page)
             elif totals[page] == cache[page]:
                 self._idle[page] = None
+                self._idled.pop(page, None)
+                self._idled[page] = None
 
     def holds(self, page: PageId, kind: HoldKind) -> int:
         return self._counts[kind][page]
+
+    def num_with(self, kind: HoldKind) -> int:
+        """Pages that have a hold of this kind; asked for reports, not in steps."""
+        return sum(map(bool, self._counts[kind]))
 
     def invariants(self) -> None:
         """Raise AssertionError unless free + held + cached = all and every count agrees."""

@@ -12,6 +12,9 @@ gives it logits of its own. Where the leader is gone it goes the ordinary way, b
 While a step is in flight the next one can be planned if it only decodes on: who follows whom is
 known, the tokens are not. What the step in flight then ends has a row too many in the next one,
 whose result nobody takes; a step hold keeps its pages until then.
+
+What slower tiers hold of a prompt is ordered when the prompt is queued (tiers.py); the sequence is
+admitted once it is there, by a prefix hit like any other, and others go on meanwhile.
 """
 
 from __future__ import annotations
@@ -31,12 +34,16 @@ from engine.schedule.events import (
     SequenceStarted,
     TokensProduced,
 )
+from engine.schedule.page_events import PageEventLog
 from engine.schedule.pages import HoldKind, PageId, PagePool
 from engine.schedule.plan import PageCopy, Row, StepPlan, StepResult
 from engine.schedule.prefix_cache import PrefixCache
 from engine.schedule.rates import Rates
 from engine.schedule.sequence import NewSequence, Sequence, State
+from engine.schedule.tiers import Chain, SlowerTiers
 from policies.contract.wire import FinishReason, PageEvent, TokenLogprob
+
+_MOST_ASKS = 3  # of slower tiers, for one wait: what they bring may be evicted again
 
 
 @dataclass(slots=True)
@@ -44,6 +51,7 @@ class _Draft:
     """A step while it is being filled."""
 
     budget: int
+    now: float
     preempted: set[int]  # not admitted again in the same step
     rows: list[Row] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
@@ -66,10 +74,13 @@ class Scheduler:
     def __init__(self, config: ScheduleConfig) -> None:
         self.config = config
         self.pool = PagePool(config.num_pages)
-        self.cache = PrefixCache(self.pool)
+        self.page_events = PageEventLog(("device", *(tier.name for tier in config.tiers)))
+        self.cache = PrefixCache(self.pool, self.page_events)
+        self.tiers = SlowerTiers(config, self.pool, self.cache, self.page_events)
         self.rates = Rates(config.prefill_tokens_per_s, config.step_tokens)
         self.step = 0
         self.preemptions = 0
+        self.integrity_faults = 0
         self._pool_tokens = config.num_pages * config.page_size
         self._max_tokens = min(config.context_tokens, self._pool_tokens)
         self._sequences: dict[int, Sequence] = {}
@@ -111,16 +122,18 @@ class Scheduler:
             )
         sequence = Sequence(new, now)
         self._sequences[new.sequence_id] = self._waiting[new.sequence_id] = sequence
+        if self.tiers and self._leader(sequence) is None:
+            self._ask(sequence, now)
 
     def abort(self, sequence_id: int, now: float) -> list[SequenceEvent]:
         """The client left. An id that is unknown (or over) is no error: aborts cross finishes."""
         sequence = self._sequences.get(sequence_id)
-        return [] if sequence is None else [self._finish(sequence, "abort")]
+        return [] if sequence is None else [self._finish(sequence, "abort", now)]
 
     def finish(self, sequence_id: int, keep: int, now: float) -> list[SequenceEvent]:
         """A stop string matched at the gateway: end with `keep` completion tokens billed."""
         sequence = self._sequences.get(sequence_id)
-        return [] if sequence is None else [self._finish(sequence, "stop", keep)]
+        return [] if sequence is None else [self._finish(sequence, "stop", now, keep)]
 
     def expire(self, now: float) -> list[SequenceEvent]:
         """End what is past its deadline."""
@@ -159,11 +172,21 @@ class Scheduler:
             prefill_tokens_per_s=self.rates.prefill_tokens_per_s,
             decode_tokens_per_s=self.rates.decode_tokens_per_s,
             preemptions=self.preemptions,
+            pages_pinned=self.pool.num_with(HoldKind.PIN),
+            integrity_faults=self.integrity_faults,
         )
 
     def take_page_events(self) -> tuple[int, list[PageEvent]]:
         """(sequence number of the first, the page events since the last call)."""
-        return self.cache.take_events()
+        return self.page_events.take()
+
+    def purge(self, owner: bytes) -> int:
+        """Forget a tenant's pages on the device: what of it runs or waits publishes nothing more.
+        Returns how many there were."""
+        for sequence in self._sequences.values():
+            if sequence.whose.owner == owner:
+                sequence.publishes = False
+        return self.cache.forget_owner(owner)
 
     # --- a step ---------------------------------------------------------------------------------
 
@@ -216,9 +239,9 @@ class Scheduler:
         if self._waiting and len(sequences) < self.config.max_running:
             return None
         while self.pool.num_free < need:
-            if not self.cache.evict():
+            if not self.cache.evict(now):
                 return None
-        draft = _Draft(self.config.step_tokens, set())
+        draft = _Draft(self.config.step_tokens, now, set())
         for sequence in sequences:
             end = len(sequence.tokens) + 1
             self._grow(draft, sequence, end)
@@ -261,7 +284,12 @@ class Scheduler:
                 sequence.started = True
                 queue_s = sequence.first_planned_at - sequence.arrived_at
                 events.append(
-                    SequenceStarted(sequence.sequence_id, sequence.cached_tokens, queue_s)
+                    SequenceStarted(
+                        sequence.sequence_id,
+                        sequence.cached_tokens,
+                        queue_s,
+                        sequence.slowest_tier,
+                    )
                 )
             if result.corrupt and index in result.corrupt:
                 events.append(self._fail_corrupt(sequence))
@@ -271,7 +299,7 @@ class Scheduler:
                 raise ValueError(f"row {index} of step {result.step} is followed, and has no token")
             # "Not yet" concerns the sampled position alone; what came before it is computed.
             sequence.num_computed = end - 1 if row.samples and token is None else end
-            self._publish(sequence)
+            self._publish(sequence, now)
             if (told := row.prompt_logprobs) is not None:
                 entries = result.prompt_logprobs[index]
                 assert len(entries) == len(told), f"row {index} tells of {len(entries)} tokens"
@@ -279,13 +307,13 @@ class Scheduler:
                 sequence.num_told = told.stop
             if token is not None:
                 assert row.samples, f"row {index} got a token and did not ask for one"
-                self._append(sequence, token, result.logprobs.get(index), events)
+                self._append(sequence, token, result.logprobs.get(index), now, events)
         return events
 
     # --- filling a step -------------------------------------------------------------------------
 
     def _fill(self, now: float, preempted: set[int]) -> _Draft:
-        draft = _Draft(self.config.step_tokens, preempted)
+        draft = _Draft(self.config.step_tokens, now, preempted)
         prompts = self._place_decodes(draft)
         self._place_prompts(draft, prompts, now)
         return draft
@@ -332,8 +360,8 @@ class Scheduler:
                 leader = self._leader(sequence)
                 if leader is not None and not leader.is_computed(sequence.num_prompt - 1):
                     continue
-                if leader is None and self._is_being_computed(draft, sequence):
-                    continue  # one step later its prefix is a hit
+                if leader is None and self._is_coming(draft, sequence):
+                    continue
                 if not self._admit(draft, sequence, leader, now):
                     # Nobody behind may take the pages that it waits for, or it could starve.
                     admitting = False
@@ -373,12 +401,46 @@ class Scheduler:
         if end - start > 1:
             draft.computing.update(sequence.keys[start // page_size : -(-end // page_size)])
 
-    def _is_being_computed(self, draft: _Draft, sequence: Sequence) -> bool:
-        if not draft.computing:
+    def _is_coming(self, draft: _Draft, sequence: Sequence) -> bool:
+        """Whether the page that its prefix hit would lack is computed by this step, or fetched."""
+        if not draft.computing and not self.tiers:
             return False
         keys = sequence.hit_keys(self.config.page_size)
         depth = self.cache.depth(keys)
-        return depth < len(keys) and keys[depth] in draft.computing
+        if depth < len(keys) and keys[depth] in draft.computing:
+            return True
+        if not self.tiers:
+            return False
+        if self.tiers.is_arriving(keys, draft.now):
+            return True
+        # There was no room for all, or what came was evicted while the sequence waited.
+        if sequence.asks == 0 or (depth < sequence.hoped_pages and sequence.asks < _MOST_ASKS):
+            self._ask(sequence, draft.now)
+        return self.tiers.is_arriving(keys, draft.now)
+
+    def _ask(self, sequence: Sequence, now: float) -> None:
+        """Let slower tiers bring what they have of a waiting sequence's prefix."""
+        if not sequence.publishes:
+            return
+        room = self._spare_pages()
+        if room <= 0:
+            return
+        sequence.asks += 1
+        sequence.hoped_pages = self.tiers.ask(
+            sequence.hit_keys(self.config.page_size),
+            whose=sequence.whose,
+            room=room,
+            prefill_tokens_per_s=self.rates.prefill_tokens_per_s,
+            now=now,
+        )
+
+    def _spare_pages(self) -> int:
+        """Pages that can be had beside what running sequences need and may soon grow by."""
+        spare = self.pool.num_free + self.pool.num_cached
+        for running in self._running.values():
+            lacks = self._num_pages(len(running.tokens)) - len(running.page_table[0])
+            spare -= 1 + max(0, lacks)
+        return spare
 
     def _leader(self, sequence: Sequence) -> Sequence | None:
         """Whose pages a waiting sequence is to share; None: it goes its own way."""
@@ -398,17 +460,15 @@ class Scheduler:
         page_size = self.config.page_size
         if leader is None:
             keys = sequence.hit_keys(page_size)
-            pages = self.cache.hold_prefix(keys, len(keys))
+            pages = self.cache.hold_prefix(
+                keys, len(keys), now=now, retain_until=sequence.retain_until(now)
+            )
         else:
             pages = leader.page_table[0][: (sequence.num_prompt - 1) // page_size]
             self.pool.hold(pages, HoldKind.SEQUENCE)
         num_sealed = len(pages)
-        need = self._num_pages(len(sequence.tokens)) - num_sealed
-        for running in self._running.values():
-            lacks = self._num_pages(len(running.tokens)) - len(running.page_table[0])
-            need += 1 + max(0, lacks)
         num_computed = num_sealed * page_size
-        fits = need <= self.pool.num_free + self.pool.num_cached
+        fits = self._num_pages(len(sequence.tokens)) - num_sealed <= self._spare_pages()
         if fits and leader is not None and num_computed < sequence.num_prompt - 1:
             target = self._take(draft)
             if target is None:
@@ -429,7 +489,17 @@ class Scheduler:
         if not sequence.started:
             sequence.first_planned_at = now
             sequence.cached_tokens = sequence.num_computed
+            if leader is None and self.tiers:
+                self._note_hit(sequence, now)
         return True
+
+    def _note_hit(self, sequence: Sequence, now: float) -> None:
+        """A sequence begins on a prefix hit: tell what came from where, and keep what is used."""
+        keys, page_size = sequence.keys[: sequence.num_sealed], self.config.page_size
+        sources = self.cache.count_sources(keys, sequence.arrived_at)
+        sequence.tier_tokens = {tier: count * page_size for tier, count in sources.items()}
+        if sequence.publishes:
+            self.tiers.used(Chain(keys, sequence.whose, sequence.retain_until(now)), now)
 
     def _grow(self, draft: _Draft, sequence: Sequence, num_tokens: int) -> bool:
         """Add pages until num_tokens fit, evicting what nobody uses; False if it fell short."""
@@ -444,7 +514,7 @@ class Scheduler:
 
     def _take(self, draft: _Draft) -> PageId | None:
         page = self.pool.take(HoldKind.SEQUENCE)
-        if page is None and self.cache.evict():
+        if page is None and self.cache.evict(draft.now):
             page = self.pool.take(HoldKind.SEQUENCE)
         if page is not None:
             draft.assigned.append((page, self.pool.generations[page]))
@@ -473,19 +543,27 @@ class Scheduler:
 
     # --- taking a result ------------------------------------------------------------------------
 
-    def _publish(self, sequence: Sequence) -> None:
+    def _publish(self, sequence: Sequence, now: float) -> None:
         """Publish the pages that this step sealed."""
         sealed = sequence.num_computed // self.config.page_size
-        if sealed > sequence.num_sealed:
-            sequence.num_sealed = sealed
-            keys = sequence.page_keys(sealed, self.config.page_size)
-            self.cache.publish(keys, sequence.page_table[0][:sealed])
+        if sealed <= sequence.num_sealed:
+            return
+        sequence.num_sealed = sealed
+        if not sequence.publishes:
+            return
+        keys = sequence.page_keys(sealed, self.config.page_size)
+        pages = sequence.page_table[0][:sealed]
+        whose, until = sequence.whose, sequence.retain_until(now)
+        new = self.cache.publish(keys, pages, whose=whose, now=now, retain_until=until)
+        if self.tiers and new:
+            self.tiers.sealed(Chain(keys, whose, until), new, now)
 
     def _append(
         self,
         sequence: Sequence,
         token: int,
         logprob: TokenLogprob | None,
+        now: float,
         events: list[SequenceEvent],
     ) -> None:
         sequence.tokens.append(token)
@@ -493,13 +571,14 @@ class Scheduler:
         events.append(TokensProduced(sequence.sequence_id, (token,), logprobs))
         sampling, produced = sequence.sampling, len(sequence.tokens) - sequence.num_prompt
         if token in sampling.stop_token_ids and produced >= sampling.min_tokens:
-            events.append(self._finish(sequence, "stop"))
+            events.append(self._finish(sequence, "stop", now))
         elif produced >= sampling.max_tokens or len(sequence.tokens) >= self._max_tokens:
-            events.append(self._finish(sequence, "length"))
+            events.append(self._finish(sequence, "length", now))
 
     def _fail_corrupt(self, sequence: Sequence) -> SequenceFailed:
         """Some page of this sequence is not what its tag says: distrust all that it found."""
         pages: Seq[PageId] = sequence.page_table[0]
+        self.integrity_faults += 1
         self.cache.forget(pages)
         return self._fail(
             sequence,
@@ -522,8 +601,11 @@ class Scheduler:
     # --- the end of a sequence ------------------------------------------------------------------
 
     def _finish(
-        self, sequence: Sequence, reason: FinishReason, keep: int | None = None
+        self, sequence: Sequence, reason: FinishReason, now: float, keep: int | None = None
     ) -> SequenceFinished:
+        if self.tiers and sequence.publishes and sequence.num_sealed:
+            keys = sequence.page_keys(sequence.num_sealed, self.config.page_size)
+            self.tiers.ended(Chain(keys, sequence.whose, sequence.retain_until(now)), now)
         self._leave(sequence)
         return SequenceFinished(sequence.sequence_id, reason, sequence.usage(keep))
 
@@ -548,6 +630,7 @@ class Scheduler:
         """Raise AssertionError unless pages, cache and sequences tell one story."""
         self.pool.invariants()
         self.cache.invariants()
+        self.tiers.invariants()
         held: dict[PageId, int] = {}
         for sequence in self._sequences.values():
             (pages,), (generations,) = sequence.page_table, sequence.generations

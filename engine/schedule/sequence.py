@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 from engine.schedule.pages import PageId
+from engine.schedule.prefix_cache import Provenance
 from policies.contract.page_keys import max_hit_pages, next_key
-from policies.contract.wire import Sampling, Usage, pack_ids
+from policies.contract.wire import Sampling, Tier, Usage, pack_ids
+
+SLOWER_TIERS: tuple[Tier, ...] = ("host", "disk", "cluster")  # in the order of Usage's fields
 
 
 class State(Enum):
@@ -33,7 +36,8 @@ _NEXT_STATES = {
 @dataclass(frozen=True, slots=True)
 class NewSequence:
     """key_root: policies.contract.page_keys.seed(…) of model and tenant. deadline: monotonic.
-    fork_of: the sequence of the same prompt and root whose pages this one waits for."""
+    fork_of: the sequence of the same prompt and root whose pages this one waits for. owner:
+    page_keys.owner_tag of the tenant. retention_s: its pages are kept so long where they can be."""
 
     sequence_id: int
     prompt: array[int]
@@ -41,6 +45,8 @@ class NewSequence:
     sampling: Sampling
     deadline: float | None = None
     fork_of: int | None = None
+    owner: bytes = b""
+    retention_s: float = 0.0
 
 
 class Sequence:
@@ -48,12 +54,13 @@ class Sequence:
 
     __slots__ = (
         "arrived_at",
+        "asks",
         "cached_tokens",
         "deadline",
         "first_planned_at",
         "fork_of",
         "generations",
-        "key_root",
+        "hoped_pages",
         "keys",
         "num_computed",
         "num_prompt",
@@ -61,11 +68,15 @@ class Sequence:
         "num_told",
         "page_table",
         "penalises",
+        "publishes",
+        "retention_s",
         "sampling",
         "sequence_id",
         "started",
         "state",
+        "tier_tokens",
         "tokens",
+        "whose",
     )
 
     def __init__(self, new: NewSequence, now: float) -> None:
@@ -89,7 +100,12 @@ class Sequence:
         self.cached_tokens = 0  # of the first admission: what the client did not pay in full
         self.started = False
         self.state = State.WAITING
-        self.key_root = new.key_root
+        self.tier_tokens: dict[Tier, int] = {}  # of the cached ones: what slower tiers brought
+        self.whose = Provenance(new.key_root, new.owner)
+        self.retention_s = new.retention_s
+        self.publishes = True  # until its tenant is purged
+        self.asks = 0  # of slower tiers, since it began to wait
+        self.hoped_pages = 0  # leading pages that the last ask promised
         self.keys: list[bytes] = []
         self.page_table: tuple[list[PageId], ...] = ([],)
         self.generations: tuple[list[int], ...] = ([],)
@@ -116,12 +132,26 @@ class Sequence:
         """Tokens so far; keep clips the completion (a stop string was matched earlier)."""
         produced = self.num_completion
         completion = produced if keep is None else min(max(keep, 0), produced)
-        return Usage(self.num_prompt, self.cached_tokens, completion)
+        return Usage(
+            self.num_prompt,
+            self.cached_tokens,
+            completion,
+            *(self.tier_tokens.get(tier, 0) for tier in SLOWER_TIERS),
+        )
+
+    @property
+    def slowest_tier(self) -> Tier:
+        """That its cached tokens came from."""
+        return next((tier for tier in reversed(SLOWER_TIERS) if tier in self.tier_tokens), "device")
+
+    def retain_until(self, now: float) -> float:
+        """Until when its pages are to be kept, if it was asked for; else 0."""
+        return now + self.retention_s if self.retention_s > 0 else 0.0
 
     def page_keys(self, num_pages: int, page_size: int) -> list[bytes]:
         """Keys of the first num_pages full pages of the history; grown as the history grows."""
         keys = self.keys
-        parent = keys[-1] if keys else self.key_root
+        parent = keys[-1] if keys else self.whose.root
         for start in range(len(keys) * page_size, num_pages * page_size, page_size):
             parent = next_key(parent, pack_ids(self.tokens[start : start + page_size]))
             keys.append(parent)
@@ -163,4 +193,5 @@ class Sequence:
         self.generations = ([],)
         self.num_sealed = 0
         self.num_computed = 0
+        self.asks = self.hoped_pages = 0
         return pages[::-1]

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine.config import ScheduleConfig
+from engine.config import ScheduleConfig, TierConfig
 from engine.schedule.events import (
     PromptTold,
     SequenceFailed,
@@ -50,6 +50,8 @@ class Stream:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
+    tiers: tuple[TierConfig, ...] = ()
+
     @initialize(
         num_pages=st.integers(6, 14),
         step_tokens=st.integers(1, 24),
@@ -78,6 +80,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_running=min(max_running, step_tokens),
             max_waiting=8,
             prefill_tokens_per_s=rate,
+            tiers=self.tiers,
+            page_bytes=1000,
         )
         self.scheduler = Scheduler(self.config)
         self.runner = ArenaRunner(num_pages, PAGE_SIZE)
@@ -87,7 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.flights: list[StepPlan] = []  # planned and not applied
         self.results: list[StepResult] = []  # of the first ones
         self.flipped: set[int] = set()
-        self.resident: set[bytes] = set()
+        self.resident: set[tuple[bytes, str]] = set()
         self.next_event = 0
 
     # --- rules ----------------------------------------------------------------------------------
@@ -150,7 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> int | None:
         # Families share long prefixes, so that prompts hit and duplicate each other.
         prompt = array("I", [(family * 7 + i // 9) % VOCAB for i in range(length)])
-        new = NewSequence(self.next_id, prompt, root, sampling, deadline, leader)
+        new = NewSequence(self.next_id, prompt, root, sampling, deadline, leader, owner=root[:16])
         self.next_id += 1
         full = self.scheduler.load().waiting_sequences >= 8
         fits = length < min(self.config.context_tokens, self.config.num_pages * PAGE_SIZE)
@@ -173,7 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def plan(self) -> None:
         plan = self.scheduler.plan(self.now)
         if plan is None:
-            assert not self.streams, "there is work and nothing holds pages but sequences"
+            assert not self.streams or self.may_wait(), "there is work, and the pages are free"
             return
         assert not plan.follows
         for row in plan.rows:
@@ -182,6 +186,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             if row.history is not None:
                 assert row.history == array("I", [*stream.new.prompt, *stream.produced])
         self.take_off(plan)
+
+    def may_wait(self) -> bool:
+        """Whether something else than sequences holds pages."""
+        return False
 
     def can_follow(self) -> bool:
         """The engine plans ahead while one step computes; a runner that it does so with tells
@@ -404,15 +412,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.next_event += len(events)
         for event in events:
             match event:
-                case CacheCleared():
-                    self.resident.clear()
-                case PageStored(page_key=key):
-                    assert key not in self.resident
+                case CacheCleared(tier=tier):
+                    assert not any(held == tier for _, held in self.resident)
+                case PageStored(page_key=key, tier=tier):
+                    assert (key, tier) not in self.resident
                     assert len(key) == 16
-                    self.resident.add(key)
-                case PageRemoved(page_key=key):
-                    self.resident.remove(key)
-        assert len(self.resident) == len(self.scheduler.cache)
+                    self.resident.add((key, tier))
+                case PageRemoved(page_key=key, tier=tier):
+                    self.resident.remove((key, tier))
+        on_device = [key for key, tier in self.resident if tier == "device"]
+        assert len(on_device) == len(self.scheduler.cache)
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
@@ -421,7 +430,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.flights:
                 self.plan()
             if not self.flights:
-                break
+                if not self.settle():
+                    break
+                continue
             if not self.results:
                 self.compute(set())
             self.apply()
@@ -429,6 +440,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.streams, "a sequence starved"
         self.books_agree()
         assert self.scheduler.pool.num_held == 0
+
+    def settle(self) -> bool:
+        """Let what sequences wait for happen; whether something did."""
+        return False
 
 
 SMALL = settings(

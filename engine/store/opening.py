@@ -1,0 +1,129 @@
+"""Opens the tiers that an engine's flags ask for, each behind its guard.
+
+A flag that cannot be meant is refused. A tier that cannot be used (its disk is broken, its folder
+another's) is left out and said so: without a cache an engine is slower, and serves.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+
+from engine.config import ConfigError, EngineConfig, TierConfig
+from engine.store.block_file import BLOCK, whole_blocks
+from engine.store.guard import Guard
+from engine.store.host import HostTier
+from engine.store.page_codec import PageLayout
+from engine.store.slot_file import SlotFileTier
+from engine.store.tier import PageRecord, Tier
+from engine.store.tiered import PageMemory, TieredStore
+from policies.contract.page_keys import interchangeable_id
+from policies.contract.wire import Tier as TierName
+
+Progress = Callable[[str, float], None]
+
+# Bytes/s and seconds to the first byte, until fetches were measured.
+_ASSUMED: Mapping[TierName, tuple[float, float]] = {
+    "host": (4e9, 0.001),
+    "disk": (1e9, 0.002),
+    "cluster": (2e8, 0.01),
+}
+
+
+@dataclass(slots=True)
+class OpenTiers:
+    """found: what each tier holds already, parents before children."""
+
+    store: TieredStore
+    configs: tuple[TierConfig, ...]
+    found: dict[TierName, list[PageRecord]]
+    lost: tuple[TierName, ...]
+
+
+@dataclass(slots=True)
+class _Opened:
+    tiers: list[Tier] = field(default_factory=list)
+    lost: list[TierName] = field(default_factory=list)
+
+    def add(self, name: TierName, make: Callable[[], Tier]) -> None:
+        try:
+            self.tiers.append(make())
+        except ConfigError as error:
+            self.lost.append(name)
+            line = {"event": "engine_tier_lost", "tier": name, "error": str(error)}
+            sys.stderr.write(msgspec.json.encode(line).decode() + "\n")
+
+
+def open_tiers(
+    config: EngineConfig,
+    layout: PageLayout,
+    memory: PageMemory,
+    *,
+    weights_digest: str,
+    progress: Progress,
+) -> OpenTiers:
+    """Raises ConfigError where a size has no room for a page."""
+    opened = _Opened()
+    host_pages = _pages("--kv-host-mb", config.kv_host_mb, layout.page_bytes)
+    slot_bytes = BLOCK + whole_blocks(layout.page_bytes)
+    disk_pages = _pages("--kv-disk-mb", config.kv_disk_mb, slot_bytes, BLOCK)
+    if host_pages:
+        opened.add("host", lambda: HostTier(layout, host_pages))
+    if disk_pages:
+        assert config.kv_disk_dir is not None
+        folder = Path(config.kv_disk_dir) / _folder(config, layout, weights_digest)
+        opened.add("disk", lambda: _open_disk(folder, layout, disk_pages, progress))
+    if config.cluster_store:
+        url = config.cluster_store
+        mooncake = importlib.import_module("engine.store.mooncake")
+        opened.add("cluster", lambda: mooncake.MooncakeTier(url, layout))
+    found = {tier.name: list(tier.records()) for tier in opened.tiers}
+    configs = tuple(
+        TierConfig(
+            name=tier.name,
+            capacity_pages=tier.capacity_pages,
+            bytes_per_s=_ASSUMED[tier.name][0],
+            latency_s=_ASSUMED[tier.name][1],
+        )
+        for tier in opened.tiers
+    )
+    store = TieredStore([Guard(tier) for tier in opened.tiers], memory)
+    return OpenTiers(store, configs, found, tuple(opened.lost))
+
+
+def _pages(flag: str, megabytes: int, page_bytes: int, overhead: int = 0) -> int:
+    pages = max(0, (megabytes << 20) - overhead) // page_bytes
+    if megabytes and not pages:
+        raise ConfigError(
+            flag,
+            found=megabytes,
+            allowed=f"{-(-(page_bytes + overhead) >> 20)} or more: a page has {page_bytes} bytes",
+            remedy="raise it, or give 0 for no such tier",
+        )
+    return pages
+
+
+def _folder(config: EngineConfig, layout: PageLayout, weights_digest: str) -> str:
+    """One for each kind of page: what another model or other weights left is never asked for."""
+    parts = (
+        interchangeable_id(config.spec.identity, config.compute),
+        config.spec.tokenizer_digest,
+        weights_digest,
+        layout.layout_id,
+    )
+    return sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _open_disk(
+    folder: Path, layout: PageLayout, capacity_pages: int, progress: Progress
+) -> SlotFileTier:
+    tier = SlotFileTier(folder, layout, capacity_pages, lambda share: progress("scan", share))
+    for note in tier.notes:
+        sys.stderr.write(f"engine: {note}\n")
+    return tier
