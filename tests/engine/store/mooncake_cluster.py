@@ -195,18 +195,28 @@ class Memory:
                 self._start = start
                 self._size = end - start
         assert self._size >= megabytes << 20
+        self._zeroes = 0
         self._path = f"/proc/{owner.pid}/mem"
 
     def read(self) -> bytes:
-        """Without the zeroes at its end."""
+        """Without the zeroes around."""
         with open(self._path, "rb", 0) as memory:
             memory.seek(self._start)
-            return memory.read(self._size).rstrip(b"\0")
+            data = memory.read(self._size).rstrip(b"\0")
+        used = data.lstrip(b"\0")
+        self._zeroes = len(data) - len(used)
+        return used
 
     def write(self, at: int, data: bytes) -> None:
+        """at: an offset into what was read last."""
         with open(self._path, "r+b", 0) as memory:
-            memory.seek(self._start + at)
+            memory.seek(self._start + self._zeroes + at)
             memory.write(data)
+
+    def clear(self) -> None:
+        with open(self._path, "r+b", 0) as memory:
+            memory.seek(self._start)
+            memory.write(bytes(self._size))
 
 
 @functools.cache

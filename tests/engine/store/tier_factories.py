@@ -20,7 +20,7 @@ from engine.store.mooncake import MooncakeTier
 from engine.store.page_codec import PageLayout
 from engine.store.slot_file import FILE_NAME, SlotFileTier
 from engine.store.tier import PageRecord, Tier
-from tests.engine.store.mooncake_cluster import LASTING_MB, URL, Inside, lasting_cluster
+from tests.engine.store.mooncake_cluster import URL, Inside, lasting_cluster
 
 # Whole blocks, so that aligned memory is read into directly; ODD_LAYOUT's pages end within one.
 LAYOUT = PageLayout("bf16", num_layers=2, num_kv_heads=2, page_size=16, head_dim=64)
@@ -144,7 +144,7 @@ def guarded(folder: Path, capacity: int) -> Rig:
 def mooncake(folder: Path, capacity: int) -> Rig:
     cluster, memory, client = lasting_cluster()
     client.remove_by_regex(".*", True)
-    memory.write(0, bytes(LASTING_MB << 20))
+    memory.clear()
     with cluster.network.inside():
         tier = MooncakeTier(URL, LAYOUT)
         assert tier.wait_joined(time.monotonic() + 30)
