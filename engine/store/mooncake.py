@@ -14,6 +14,7 @@ Mooncake's ports have no authentication: a store belongs where every host is tru
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import http.client
 import importlib
@@ -25,7 +26,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -153,6 +154,7 @@ class MooncakeTier:
         self._lanes: queue.SimpleQueue[Lane] = queue.SimpleQueue()
         for lane in _lanes(self._memory, lane_pages, stride, self._object_bytes):
             self._lanes.put(lane)
+        self._lanes_out = LANES  # what is left to come back once it closes
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._store: Any = None
@@ -160,6 +162,7 @@ class MooncakeTier:
         self._closing = threading.Event()
         self._joiner = threading.Thread(target=self._join, name="cluster-store-join", daemon=True)
         self._joiner.start()
+        atexit.register(self._end)
 
     def wait_joined(self, deadline: float) -> bool:
         """Whether the store is joined by then."""
@@ -267,10 +270,7 @@ class MooncakeTier:
             return
         self._closing.set()
         deadline = time.monotonic() + CLOSE_S
-        try:
-            for _ in range(LANES):
-                self._lanes.get(timeout=_left(deadline))
-        except queue.Empty:
+        if not self._is_quiet(deadline):
             return
         self._joiner.join(_left(deadline))
         if self._joined.is_set():
@@ -279,6 +279,20 @@ class MooncakeTier:
             leaver.daemon = True
             leaver.start()
             leaver.join(_left(deadline))
+
+    def _end(self) -> None:
+        """A process that ends while a call hangs in Mooncake crashes: wait until it gives up."""
+        self.close()
+        self._is_quiet(time.monotonic() + 2 * HANG_S)
+        atexit.unregister(self._end)
+
+    def _is_quiet(self, deadline: float) -> bool:
+        """Closing: whether all calls are out by then."""
+        with suppress(queue.Empty):
+            while self._lanes_out:
+                self._lanes.get(timeout=_left(deadline))
+                self._lanes_out -= 1
+        return not self._lanes_out
 
     # --- inside ---------------------------------------------------------------------------------
 

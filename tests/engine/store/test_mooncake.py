@@ -309,3 +309,35 @@ def test_a_segment_of_ones_own_is_given_back_when_the_tier_closes(lab: Lab) -> N
     assert lab.cluster.ask("/get_all_segments").strip()
     tier.close()
     until(lambda: not lab.cluster.ask("/get_all_segments").strip(), CLIENT_TTL_S + PATIENCE_S)
+
+
+@pytest.mark.slow
+def test_a_process_ends_in_order_while_a_call_hangs(lab: Lab) -> None:
+    lab.cluster.master()
+    owner = lab.cluster.owner()
+    assert put(lab.tier(), 1) == [OK]
+    script = f"""
+import time
+from engine.store.guard import Guard
+from engine.store.mooncake import MooncakeTier
+from tests.engine.store.tier_factories import LAYOUT, key_of
+tier = MooncakeTier({URL!r}, LAYOUT)
+assert tier.wait_joined(time.monotonic() + 30)
+guard = Guard(tier)
+view = memoryview(bytearray(LAYOUT.page_bytes))
+input()
+print(guard.get([key_of(1)], [view], time.monotonic() + 0.3), guard.quarantined)
+guard.close()
+"""
+    with lab.cluster.network.inside():
+        process = subprocess.Popen(
+            [sys.executable, "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+    owner.send_signal(signal.SIGSTOP)
+    said, _ = process.communicate("go\n", timeout=60)
+    assert said == f"{[Status.TIMEOUT]} 1\n"
+    assert process.returncode == 0
