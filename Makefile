@@ -24,7 +24,7 @@ $(VENV)/bin/python:
 
 $(STAMP): $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP) install $(QUIET) -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(PIP) install $(QUIET) -c constraints.txt -e '.[node,dev]'
+	$(PIP) install $(QUIET) -c constraints.txt -e '.[node,mooncake,dev]'
 	@$(BIN)/python -m engine.execute.kernels.cpu || true  # without a compiler torch serves alone
 	@touch $@
 

