@@ -189,6 +189,7 @@ class Places:
     def adopt(self, pages: Sequence[Held], owners: Sequence[bytes | None]) -> None:
         """What a scan found, and whose bytes lie in each place, before the first call."""
         with self._changed:
+            self._held = {}
             for held in pages:
                 self._held.setdefault(held.record.key, held)
             taken = {held.place for held in self._held.values()}
