@@ -133,7 +133,8 @@ class Places:
     def prove(self, held: Held) -> None:
         """It was read and is wholly what it says."""
         with self._changed:
-            self._owners[held.place] = held.record.owner
+            if held.is_listed:
+                self._owners[held.place] = held.record.owner
 
     def records(self) -> list[PageRecord]:
         """Parents before children; none once closed."""

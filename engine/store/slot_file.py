@@ -193,11 +193,12 @@ class SlotFileTier:
             return Status.UNAVAILABLE
         if body is not view:
             copy_bytes(body[: len(view)], view)
+        if got != BLOCK + len(body):  # the rest is what lay in memory
+            self._places.distrust(held)
+            return Status.CORRUPT
         found = check_page(
             buffer[:HEADER_BYTES], view, page_key=held.record.key, layout=self._layout
         )
-        if got != BLOCK + len(body):
-            found = PageFault("torn")
         if not isinstance(found, PageFault):
             self._places.prove(held)
             return Status.OK

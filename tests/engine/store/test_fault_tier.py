@@ -82,8 +82,8 @@ def test_an_overrun_outlives_the_deadline(tmp_path: Path) -> None:
     rig = host(tmp_path, 2)
     put(rig, 1)
     tier = within_faults(rig, [Fault.OVERRUN])
-    threading.Timer(0.05, tier.release).start()
     began = time.monotonic()
+    threading.Timer(0.05, tier.release).start()
     assert get(rig, 1, deadline=began + 0.01) == [Status.TIMEOUT]
     assert time.monotonic() - began >= 0.05
     tier.close()
