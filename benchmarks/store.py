@@ -207,15 +207,14 @@ def in_folder(folder: Path) -> Iterator[Path]:
         yield Path(name)
 
 
-def measure(folder: Path, *, quick: bool) -> Iterator[Beside]:
-    rounds = 3 if quick else 9
-    total = (96 << 20) if quick else (384 << 20)
+def measure(folder: Path, *, rounds: int, total_bytes: int, slots: int) -> Iterator[Beside]:
+    """total_bytes: copied, written or read in each measure. slots: of the scanned file."""
     for name, layout in LAYOUTS.items():
-        pages = Pages(layout, total // layout.page_bytes)
+        pages = Pages(layout, total_bytes // layout.page_bytes)
         yield checksum_row(name, pages, rounds)
         yield from host_rows(name, pages, rounds)
         yield from disk_rows(name, pages, folder, rounds)
-    yield scan_row(folder, 400 if quick else 4000, rounds)
+    yield scan_row(folder, slots, rounds)
 
 
 def main() -> None:
@@ -228,7 +227,8 @@ def main() -> None:
     options = parser.parse_args()
     leave_by_exit_on_terminate()
     rows: list[dict[str, object]] = []
-    for row in measure(options.folder, quick=options.quick):
+    rounds, total_bytes, slots = (3, 96 << 20, 400) if options.quick else (9, 384 << 20, 4000)
+    for row in measure(options.folder, rounds=rounds, total_bytes=total_bytes, slots=slots):
         print(row, flush=True)
         rows += row.rows()
     if options.json:

@@ -29,6 +29,7 @@ from engine.store.tier import Status
 from tests.engine.store.tier_factories import (
     LAYOUT,
     NEVER,
+    ODD_LAYOUT,
     OWNERS,
     key_of,
     payload_of,
@@ -343,6 +344,32 @@ def test_bytes_of_an_owner_in_a_slot_of_another_are_purged_too(tmp_path: Path) -
             assert tier.purge(B, NEVER) is OK
             assert get(tier, key_of(2)) == [OK]
         assert_nothing_of(B, range(3), (tmp_path / FILE_NAME).read_bytes())
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_nothing_of_before_is_left_beside_a_page(direct: bool, tmp_path: Path) -> None:
+    """A header and a payload need not fill their blocks; another layout's bytes lay there."""
+    with opened(tmp_path, 4) as tier:
+        put(tier, 0, 2, 4, 6)  # of A
+    raw = tmp_path / FILE_NAME
+    tier = SlotFileTier(tmp_path, ODD_LAYOUT, 4, direct=direct)
+    for number in (1, 3, 5, 7):  # of B, in every slot
+        payload = memoryview(payload_of(key_of(number), ODD_LAYOUT))
+        assert tier.put([record_of(number, B)], [payload], NEVER) == [OK]
+    assert tier.purge(A, NEVER) is OK
+    assert len(held(tier)) == 4
+    assert_nothing_of(A, range(8), raw.read_bytes())
+    torn = bytearray(raw.read_bytes())  # as an end out of order leaves it
+    tier.close()
+    torn[BLOCK + SECTOR : BLOCK + 2 * SECTOR] = payload_of(key_of(0))[:SECTOR]
+    at = BLOCK + 4 * BLOCK - SECTOR  # the end of the second slot
+    torn[at : at + SECTOR] = payload_of(key_of(2))[:SECTOR]
+    raw.write_bytes(torn)
+    tier = SlotFileTier(tmp_path, ODD_LAYOUT, 4, direct=direct)
+    assert tier.purge(A, NEVER) is OK
+    assert len(held(tier)) == 2
+    assert_nothing_of(A, range(8), raw.read_bytes())
+    tier.close()
 
 
 # --- ends out of order --------------------------------------------------------------------------
