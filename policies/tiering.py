@@ -20,7 +20,7 @@ from policies.contract.wire import Tier
 
 # Chosen by replaying a production trace (docs/decisions.md): flat between 200 and 600 s.
 HALF_LIFE_S = 300.0
-GHOSTS_PER_PAGE = 8
+GHOSTS_PER_PAGE = 4
 MAX_GHOSTS = 1 << 18
 RETAINED_SHARE = 0.5  # of a tier at most, so that hints cannot close it to everybody else
 
