@@ -180,9 +180,9 @@ def main() -> None:
     flags.add_argument("--json", metavar="FILE", help="write the rows there")
     flags.add_argument("--trace", metavar="FILE", help=f"gzipped JSON lines (../{TRACE})")
     options = flags.parse_args()
-    trace = find_trace(options.trace)
     started = perf_counter()
-    rows, absent = index_costs(), dict[str, str]()
+    trace = find_trace(options.trace)
+    requests: list[Request] = []
     if isinstance(trace, Path):
         try:
             requests = read_trace(trace, until_s=900.0 if options.quick else float("inf"))
@@ -192,6 +192,8 @@ def main() -> None:
                 "  allowed: gzipped lines with timestamp, input_length and hash_ids\n"
                 "  remedy:  give a trace of the Mooncake FAST'25 release"
             )
+    rows, absent = index_costs(), dict[str, str]()
+    if isinstance(trace, Path):
         tokens = sum(one.tokens for one in requests)
         print(f"{len(requests)} requests, {tokens / 1e6:.1f} M prompt tokens", flush=True)
         rows += beside_lru(requests) + by_tier(requests) + two_nodes(requests)

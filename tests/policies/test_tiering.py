@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import log2
@@ -34,8 +35,7 @@ def chain(owner: bytes, name: str) -> list[Resident]:
     """One page for each letter of name; equal beginnings are the same pages."""
     keys = [owner + name[:end].encode() for end in range(len(name) + 1)]
     return [
-        Resident(key, parent, depth, owner)
-        for depth, (parent, key) in enumerate(pairwise(keys))
+        Resident(key, parent, depth, owner) for depth, (parent, key) in enumerate(pairwise(keys))
     ]
 
 
@@ -136,6 +136,19 @@ def test_pinned_pages_stay_until_the_last_unpin() -> None:
     assert index.admit(other[0], 3.0) == (page[0].key,)
 
 
+def test_a_pin_outlives_the_page_that_it_was_for() -> None:
+    """Else the unpin of who pinned the lost page would open one that somebody else has pinned."""
+    index = TierIndex(1)
+    page, other = chain(A, "p"), chain(A, "o")
+    use(index, page, 1.0)
+    index.pin(keys_of(page))
+    index.forget(keys_of(page))
+    use(index, page, 2.0)
+    index.pin(keys_of(page))
+    index.unpin(keys_of(page))
+    assert index.admit(other[0], 3.0) is None
+
+
 def test_retained_pages_go_last_for_their_owner_alone_and_expire() -> None:
     index = TierIndex(2)
     kept = chain(A, "k")
@@ -203,7 +216,6 @@ class ModelPage:
     page: Resident
     uses: list[float]
     retain_until: float = 0.0
-    pins: int = 0
 
 
 @dataclass
@@ -213,6 +225,7 @@ class Model:
     capacity: int
     quotas: dict[bytes, int]
     pages: dict[bytes, ModelPage] = field(default_factory=dict)
+    pins: Counter[bytes] = field(default_factory=Counter)
 
     def owned(self, owner: bytes) -> int:
         return sum(one.page.owner == owner for one in self.pages.values())
@@ -222,7 +235,7 @@ class Model:
 
     def tails(self, parent: bytes) -> list[ModelPage]:
         parents = {one.page.parent for one in self.pages.values()} | {parent}
-        return [one for key, one in self.pages.items() if key not in parents and not one.pins]
+        return [one for key, one in self.pages.items() if key not in parents and not self.pins[key]]
 
     def may_go(self, page: Resident, now: float) -> list[ModelPage]:
         """From which the one with the least score, or the soonest to expire, goes."""
@@ -313,16 +326,12 @@ class TierIndexMachine(RuleBasedStateMachine):
     @rule(pages=chains)
     def pin(self, pages: list[Resident]) -> None:
         self.index.pin(keys_of(pages))
-        for key in keys_of(pages):
-            if key in self.model.pages:
-                self.model.pages[key].pins += 1
+        self.model.pins.update(keys_of(pages))
 
     @rule(pages=chains)
     def unpin(self, pages: list[Resident]) -> None:
         self.index.unpin(keys_of(pages))
-        for key in keys_of(pages):
-            if key in self.model.pages:
-                self.model.pages[key].pins = max(0, self.model.pages[key].pins - 1)
+        self.model.pins -= Counter(keys_of(pages))  # never under 0
 
     @rule(pages=chains)
     def forget(self, pages: list[Resident]) -> None:
