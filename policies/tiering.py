@@ -70,7 +70,6 @@ _Entry = tuple[float, int, _Node]
 class _Queue:
     """Pages without children; retained ones go by when that ends, others by score."""
 
-    is_retained: bool = False
     heap: list[_Entry] = field(default_factory=list)
     limit: int = 64  # at which entries that are no longer valid are swept out
 
@@ -232,11 +231,13 @@ class TierIndex:
             node = self._nodes.get(key)
             if node is None or retain_until <= node.retain_until:
                 continue
-            if not node.retain_until:
-                if self._num_retained >= self._max_retained:
-                    continue
-                self._num_retained += 1
+            is_new = not node.retain_until
+            if is_new and self._num_retained >= self._max_retained:
+                continue
             node.retain_until = retain_until
+            if is_new:
+                self._num_retained += 1
+                self._requeue(node)
             self._serial += 1
             heappush(self._expiries, (retain_until, self._serial, node))
             if len(self._expiries) > 2 * self._num_retained + 64:
@@ -351,15 +352,16 @@ class TierIndex:
             rank, serial, node = queue.heap[0]
             is_valid = node.entry == serial
             is_free = not node.children and node.page.key not in self._pins
-            is_retained = node.retain_until > 0
-            due = node.retain_until if is_retained else node.score
-            if is_valid and is_free and is_retained is queue.is_retained and rank == due:
+            if is_valid and is_free and rank == (node.retain_until or node.score):
                 return node
             heappop(queue.heap)
             if is_valid:
-                node.entry = 0
-                self._enqueue(node)
+                self._requeue(node)
         return None
+
+    def _requeue(self, node: _Node) -> None:
+        node.entry = 0
+        self._enqueue(node)
 
     def _enqueue(self, node: _Node) -> None:
         """Into the queue that it belongs to, unless it has an entry or may not go now."""
@@ -369,7 +371,7 @@ class TierIndex:
         self._serial += 1
         node.entry = self._serial
         if node.retain_until:
-            queue = self._retained.setdefault(owner, _Queue(is_retained=True))
+            queue = self._retained.setdefault(owner, _Queue())
             queue.push(node.retain_until, node.entry, node)
         else:
             self._queues.get(owner, self._shared).push(node.score, node.entry, node)
@@ -380,8 +382,7 @@ class TierIndex:
             if node.retain_until == until:
                 node.retain_until = 0.0
                 self._num_retained -= 1
-                node.entry = 0
-                self._enqueue(node)
+                self._requeue(node)
 
     def invariants(self) -> None:
         """Raise AssertionError unless pages, chains, owners, queues and bounds agree."""
@@ -393,6 +394,7 @@ class TierIndex:
         entries = [entry for queue in queues for entry in queue.heap if entry[1] == entry[2].entry]
         queued = {entry[2].page.key for entry in entries}
         assert len(queued) == len(entries)
+        assert max(len(queue.heap) for queue in queues) <= 2 * self.capacity_pages + 64
         assert queued <= nodes.keys()
         owned: dict[bytes, int] = {}
         for key, node in nodes.items():
