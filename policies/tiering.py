@@ -61,8 +61,8 @@ class _Node:
     entry: int = 0  # serial number of its one valid entry in a queue; 0: it has none
 
 
-# (score or retain_until, serial number, node). Scores only rise, so an entry may lag behind
-# its node: it is put right when it comes first.
+# (score or retain_until, serial number, node). Both only rise, so an entry may lag behind its node:
+# it is put right when it comes first.
 _Entry = tuple[float, int, _Node]
 
 
