@@ -11,7 +11,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/pip --disable-pip-version-check --no-input
+<<<<<<< HEAD
 BENCHMARKS := engine text gateway store
+=======
+BENCHMARKS := engine text gateway tiering
+>>>>>>> policy
 QUIET := $(if $(CI),--quiet,)
 
 .PHONY: install serve test demo prove peers clients model clean

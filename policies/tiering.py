@@ -18,9 +18,9 @@ from math import log2
 
 from policies.contract.wire import Tier
 
-# Chosen by replaying a production trace (docs/decisions.md): flat between 200 and 600 s.
+# Chosen by replaying a production trace: 200 to 600 s do within 8 % (docs/decisions.md).
 HALF_LIFE_S = 300.0
-GHOSTS_PER_PAGE = 8
+GHOSTS_PER_PAGE = 4
 MAX_GHOSTS = 1 << 18
 RETAINED_SHARE = 0.5  # of a tier at most, so that hints cannot close it to everybody else
 
@@ -57,30 +57,28 @@ class _Node:
     parent: _Node | None
     score: float
     retain_until: float = 0.0  # 0: not retained
-    pins: int = 0
     children: dict[bytes, _Node] | None = None
     entry: int = 0  # serial number of its one valid entry in a queue; 0: it has none
 
 
-# (score or retain_until, -depth, serial number, node). Scores only rise, so an entry may lag behind
-# its node: it is put right when it comes first.
-_Entry = tuple[float, int, int, _Node]
+# (score or retain_until, serial number, node). Both only rise, so an entry may lag behind its node:
+# it is put right when it comes first.
+_Entry = tuple[float, int, _Node]
 
 
 @dataclass(eq=False, slots=True)
 class _Queue:
     """Pages without children; retained ones go by when that ends, others by score."""
 
-    is_retained: bool = False
     heap: list[_Entry] = field(default_factory=list)
     limit: int = 64  # at which entries that are no longer valid are swept out
 
     def push(self, rank: float, serial: int, node: _Node) -> None:
         if len(self.heap) >= self.limit:
-            self.heap = [entry for entry in self.heap if entry[3].entry == entry[2]]
+            self.heap = [entry for entry in self.heap if entry[2].entry == entry[1]]
             heapify(self.heap)
             self.limit = 2 * len(self.heap) + 64
-        heappush(self.heap, (rank, -node.page.depth, serial, node))
+        heappush(self.heap, (rank, serial, node))
 
 
 @dataclass(slots=True)
@@ -123,6 +121,7 @@ class TierIndex:
         self._ghosts: OrderedDict[bytes, _Ghost] = OrderedDict()  # longest unused first
         self._quotas = quotas
         self._owned: dict[bytes, int] = {}
+        self._pins: dict[bytes, int] = {}
         # Pages without children, by score: each quota's owner has a queue, all others share one.
         self._shared = _Queue()
         self._queues = {owner: _Queue() for owner in quotas}
@@ -232,11 +231,13 @@ class TierIndex:
             node = self._nodes.get(key)
             if node is None or retain_until <= node.retain_until:
                 continue
-            if not node.retain_until:
-                if self._num_retained >= self._max_retained:
-                    return
-                self._num_retained += 1
+            is_new = not node.retain_until
+            if is_new and self._num_retained >= self._max_retained:
+                continue
             node.retain_until = retain_until
+            if is_new:
+                self._num_retained += 1
+                self._requeue(node)
             self._serial += 1
             heappush(self._expiries, (retain_until, self._serial, node))
             if len(self._expiries) > 2 * self._num_retained + 64:
@@ -261,18 +262,21 @@ class TierIndex:
         return tuple(gone)
 
     def pin(self, keys: Iterable[bytes]) -> None:
-        """Keep those of these pages that are held, until each pin has had its unpin."""
+        """Nothing evicts these pages until each pin has had its unpin. Counts are by key: whether a
+        page is held now, was forgotten or comes back makes no difference to them."""
         for key in keys:
-            node = self._nodes.get(key)
-            if node is not None:
-                node.pins += 1
+            self._pins[key] = self._pins.get(key, 0) + 1
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         for key in keys:
-            node = self._nodes.get(key)
-            if node is not None and node.pins:
-                node.pins -= 1
-                self._enqueue(node)
+            pins = self._pins.get(key, 0)
+            if pins > 1:
+                self._pins[key] = pins - 1
+            elif pins:
+                del self._pins[key]
+                node = self._nodes.get(key)
+                if node is not None:
+                    self._enqueue(node)
 
     def owned(self, owner: bytes) -> tuple[bytes, ...]:
         """The pages of one owner, parents before children. Walks all pages."""
@@ -320,26 +324,22 @@ class TierIndex:
 
     def _choose_victim(self, owner: bytes, parent: _Node | None) -> _Node | None:
         """The page that goes for one of this owner's; never the parent that it will stand on."""
-        if parent is not None:
-            parent.pins += 1
-        try:
-            own = self._queues.get(owner, self._shared)
-            if self._is_over(owner, 1):
-                victim = self._least(own)
-                if victim is not None:
-                    return victim
-            queues = [queue for one, queue in self._queues.items() if self._is_over(one)]
-            queues.append(self._shared)
-            if own is not self._shared and not self._is_over(owner):
-                queues.append(own)
-            tails = [node for queue in queues if (node := self._least(queue)) is not None]
-            if tails:
-                return min(tails, key=lambda node: (node.score, -node.page.depth))
-            return self._least(self._retained.get(owner, _Queue()))
-        finally:
-            if parent is not None:
-                parent.pins -= 1
-                self._enqueue(parent)
+        spared = () if parent is None else (parent.page.key,)
+        self.pin(spared)
+        victim = None
+        if self._is_over(owner, 1):
+            victim = self._least(self._queues[owner])
+        if victim is None:
+            victim = self._least(self._shared)
+            for one, queue in self._queues.items():
+                if one == owner or self._is_over(one):
+                    tail = self._least(queue)
+                    if tail is not None and (victim is None or tail.score < victim.score):
+                        victim = tail
+        if victim is None and owner in self._retained:
+            victim = self._least(self._retained[owner])
+        self.unpin(spared)
+        return victim
 
     def _is_over(self, owner: bytes, more: int = 0) -> bool:
         """Has this owner more pages than its quota, with so many more? Without one it has not."""
@@ -349,28 +349,29 @@ class TierIndex:
     def _least(self, queue: _Queue) -> _Node | None:
         """The first page of a queue that may go; entries that lag behind are put right."""
         while queue.heap:
-            rank, _, serial, node = queue.heap[0]
+            rank, serial, node = queue.heap[0]
             is_valid = node.entry == serial
-            is_free = not node.children and not node.pins
-            is_retained = node.retain_until > 0
-            due = node.retain_until if is_retained else node.score
-            if is_valid and is_free and is_retained is queue.is_retained and rank == due:
+            is_free = not node.children and node.page.key not in self._pins
+            if is_valid and is_free and rank == (node.retain_until or node.score):
                 return node
             heappop(queue.heap)
             if is_valid:
-                node.entry = 0
-                self._enqueue(node)
+                self._requeue(node)
         return None
+
+    def _requeue(self, node: _Node) -> None:
+        node.entry = 0
+        self._enqueue(node)
 
     def _enqueue(self, node: _Node) -> None:
         """Into the queue that it belongs to, unless it has an entry or may not go now."""
-        owner = node.page.owner
-        if node.entry or node.children or node.pins or self._nodes.get(node.page.key) is not node:
+        key, owner = node.page.key, node.page.owner
+        if node.entry or node.children or key in self._pins or self._nodes.get(key) is not node:
             return
         self._serial += 1
         node.entry = self._serial
         if node.retain_until:
-            queue = self._retained.setdefault(owner, _Queue(is_retained=True))
+            queue = self._retained.setdefault(owner, _Queue())
             queue.push(node.retain_until, node.entry, node)
         else:
             self._queues.get(owner, self._shared).push(node.score, node.entry, node)
@@ -381,8 +382,7 @@ class TierIndex:
             if node.retain_until == until:
                 node.retain_until = 0.0
                 self._num_retained -= 1
-                node.entry = 0
-                self._enqueue(node)
+                self._requeue(node)
 
     def invariants(self) -> None:
         """Raise AssertionError unless pages, chains, owners, queues and bounds agree."""
@@ -391,21 +391,22 @@ class TierIndex:
         assert len(self._ghosts) <= self._max_ghosts
         assert not self._ghosts.keys() & nodes.keys()
         queues = [self._shared, *self._queues.values(), *self._retained.values()]
-        entries = [entry for queue in queues for entry in queue.heap if entry[2] == entry[3].entry]
-        queued = {entry[3].page.key for entry in entries}
+        entries = [entry for queue in queues for entry in queue.heap if entry[1] == entry[2].entry]
+        queued = {entry[2].page.key for entry in entries}
         assert len(queued) == len(entries)
+        assert max(len(queue.heap) for queue in queues) <= 2 * self.capacity_pages + 64
         assert queued <= nodes.keys()
         owned: dict[bytes, int] = {}
         for key, node in nodes.items():
             assert node.page.key == key
-            assert node.pins >= 0
             assert (node.parent is None) == (node.page.depth == 0)
             if node.parent is not None:
                 assert nodes.get(node.page.parent) is node.parent
                 assert (node.parent.children or {}).get(key) is node
-            assert node.children or node.pins or key in queued
+            assert node.children or key in self._pins or key in queued
             owned[node.page.owner] = owned.get(node.page.owner, 0) + 1
         assert owned == self._owned
+        assert min(self._pins.values(), default=1) > 0
         assert self._retained.keys() <= owned.keys()
         assert self._num_retained == sum(node.retain_until > 0 for node in nodes.values())
         assert self._num_retained <= self._max_retained

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import log2
-from time import perf_counter
+from time import process_time
 
 import pytest
 from hypothesis import settings
@@ -34,8 +35,7 @@ def chain(owner: bytes, name: str) -> list[Resident]:
     """One page for each letter of name; equal beginnings are the same pages."""
     keys = [owner + name[:end].encode() for end in range(len(name) + 1)]
     return [
-        Resident(key, parent, depth, owner)
-        for depth, (parent, key) in enumerate(pairwise(keys))
+        Resident(key, parent, depth, owner) for depth, (parent, key) in enumerate(pairwise(keys))
     ]
 
 
@@ -77,14 +77,27 @@ def test_frequency_outweighs_a_little_recency_and_fades() -> None:
         assert use(index, chain(A, "x"), later) == [first]
 
 
+def test_a_root_that_many_share_makes_no_tail_frequent() -> None:
+    index = TierIndex(5)
+    for now, name in enumerate(("ra", "rb", "rc", "ra")):
+        use(index, chain(A, name), float(now))
+    use(index, chain(A, "x"), 4.0)
+    gone = [use(index, chain(A, name), 5.0)[0] for name in "yz"]
+    assert gone == [chain(A, name)[1].key for name in ("rb", "rc")]
+    use(index, chain(A, "x"), 6.0)
+    index.pin(keys_of(chain(A, "y") + chain(A, "z")))
+    assert use(index, chain(A, "w"), 7.0) == [chain(A, "ra")[1].key]  # used twice, as x: later
+
+
 def test_an_evicted_page_keeps_its_history() -> None:
-    index = TierIndex(1)
-    seen, other = chain(A, "s"), chain(A, "o")
-    use(index, seen, 0.0)
-    assert use(index, other, 1.0) == [seen[0].key]
-    use(index, seen, 2.0)
-    assert seen[0].key in index
-    assert use(index, chain(A, "x"), 3.0) == [seen[0].key]  # alone it goes all the same
+    index = TierIndex(2)
+    back = chain(A, "b")
+    use(index, back, 1000.0)
+    use(index, chain(A, "x"), 1001.0)
+    assert use(index, chain(A, "y"), 1002.0) == [back[0].key]
+    assert use(index, back, 1003.0) == [chain(A, "x")[0].key]
+    assert use(index, chain(A, "z"), 1100.0) == [chain(A, "y")[0].key]
+    assert use(index, chain(A, "w"), 1101.0) == [chain(A, "z")[0].key]  # later, but once
 
 
 def test_a_score_equals_the_sum_of_decayed_uses() -> None:
@@ -136,6 +149,19 @@ def test_pinned_pages_stay_until_the_last_unpin() -> None:
     assert index.admit(other[0], 3.0) == (page[0].key,)
 
 
+def test_a_pin_outlives_the_page_that_it_was_for() -> None:
+    """Else the unpin of who pinned the lost page would open one that somebody else has pinned."""
+    index = TierIndex(1)
+    page, other = chain(A, "p"), chain(A, "o")
+    use(index, page, 1.0)
+    index.pin(keys_of(page))
+    index.forget(keys_of(page))
+    use(index, page, 2.0)
+    index.pin(keys_of(page))
+    index.unpin(keys_of(page))
+    assert index.admit(other[0], 3.0) is None
+
+
 def test_retained_pages_go_last_for_their_owner_alone_and_expire() -> None:
     index = TierIndex(2)
     kept = chain(A, "k")
@@ -151,6 +177,17 @@ def test_retained_pages_go_last_for_their_owner_alone_and_expire() -> None:
     index.touch(keys_of(chain(A, "m")), 99.0)
     index.touch(keys_of(chain(A, "n")), 99.0)
     assert index.admit(chain(B, "c")[0], 101.0) == (kept[0].key,)
+
+
+def test_a_hint_counts_though_it_ends_at_the_number_of_the_score() -> None:
+    index = TierIndex(2)
+    kept, other = chain(A, "k"), chain(A, "o")
+    index.touch(keys_of(kept), 0.0)
+    use(index, kept, 0.0)
+    index.retain(keys_of(kept), keep_score(0.0, 0.0))
+    use(index, other, 1.0)
+    index.touch(keys_of(other), 2.0)
+    assert use(index, chain(A, "x"), 3.0) == keys_of(other)
 
 
 def test_hints_cannot_close_a_tier() -> None:
@@ -203,7 +240,6 @@ class ModelPage:
     page: Resident
     uses: list[float]
     retain_until: float = 0.0
-    pins: int = 0
 
 
 @dataclass
@@ -213,6 +249,7 @@ class Model:
     capacity: int
     quotas: dict[bytes, int]
     pages: dict[bytes, ModelPage] = field(default_factory=dict)
+    pins: Counter[bytes] = field(default_factory=Counter)
 
     def owned(self, owner: bytes) -> int:
         return sum(one.page.owner == owner for one in self.pages.values())
@@ -222,7 +259,7 @@ class Model:
 
     def tails(self, parent: bytes) -> list[ModelPage]:
         parents = {one.page.parent for one in self.pages.values()} | {parent}
-        return [one for key, one in self.pages.items() if key not in parents and not one.pins]
+        return [one for key, one in self.pages.items() if key not in parents and not self.pins[key]]
 
     def may_go(self, page: Resident, now: float) -> list[ModelPage]:
         """From which the one with the least score, or the soonest to expire, goes."""
@@ -247,8 +284,7 @@ def score(page: ModelPage) -> float:
     return newest + HALF_LIFE_S * log2(sum(2.0 ** ((t - newest) / HALF_LIFE_S) for t in page.uses))
 
 
-NAMES = [left + middle + right for left in "ab" for middle in "ab" for right in "ab"]
-chains = st.builds(chain, st.sampled_from([A, B, C]), st.sampled_from(NAMES))
+chains = st.builds(chain, st.sampled_from([A, B, C]), st.text("ab", min_size=1, max_size=3))
 
 
 class TierIndexMachine(RuleBasedStateMachine):
@@ -312,21 +348,18 @@ class TierIndexMachine(RuleBasedStateMachine):
 
     @rule(pages=chains)
     def pin(self, pages: list[Resident]) -> None:
-        self.index.pin(keys_of(pages))
-        for key in keys_of(pages):
-            if key in self.model.pages:
-                self.model.pages[key].pins += 1
+        self.index.pin([pages[-1].key])
+        self.model.pins[pages[-1].key] += 1
 
-    @rule(pages=chains)
-    def unpin(self, pages: list[Resident]) -> None:
-        self.index.unpin(keys_of(pages))
-        for key in keys_of(pages):
-            if key in self.model.pages:
-                self.model.pages[key].pins = max(0, self.model.pages[key].pins - 1)
+    @rule(data=st.data(), other=chains)
+    def unpin(self, data: st.DataObject, other: list[Resident]) -> None:
+        key = data.draw(st.sampled_from([other[-1].key, *self.model.pins]))
+        self.index.unpin([key])
+        self.model.pins -= Counter([key])  # never under 0
 
     @rule(pages=chains)
     def forget(self, pages: list[Resident]) -> None:
-        root = pages[1].key
+        root = pages[-1].key
         gone = self.index.forget([root])
         expected = {key for key in self.model.pages if key.startswith(root)}
         assert len(gone) == len(set(gone))
@@ -344,7 +377,7 @@ class TierIndexMachine(RuleBasedStateMachine):
 
 
 TestTierIndexMachine = TierIndexMachine.TestCase
-TestTierIndexMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTierIndexMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
 
 
 def test_ghosts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,10 +392,25 @@ def test_ghosts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     small.invariants()
     small.touch([b"0"], 11.0)
     assert small.admit(Resident(b"0", b"", 0, A), 11.0) is None  # its first use is forgotten
+    long = chain(A, "long")
+    small.touch(keys_of(long), 12.0)
+    small.touch(keys_of(long), 13.0)
+    admitted = [small.admit(page, 13.0) for page in long]
+    assert admitted == [(), (), (), None]  # the tail is forgotten first
+
+
+def test_queues_are_bounded() -> None:
+    index = TierIndex(4)
+    page = chain(A, "p")
+    for number in range(500):
+        use(index, page, float(number))  # asserts the bounds
+        index.retain(keys_of(page), 1000.0 + number)
+        if number % 3:
+            index.forget(keys_of(page))
 
 
 def test_a_full_tier_of_a_hundred_thousand_pages_stays_quick() -> None:
-    """10 µs a page is far above what was measured; a walk over all pages would take 1,000 times."""
+    """7 µs a page were measured; a walk over all pages for each would take milliseconds."""
     index = TierIndex(100_000)
     chains_of_100 = [
         [Resident(b"%d/%d" % (name, at), b"%d/%d" % (name, at - 1), at, A) for at in range(100)]
@@ -370,12 +418,12 @@ def test_a_full_tier_of_a_hundred_thousand_pages_stays_quick() -> None:
     ]
     spent = 0.0
     for number, pages in enumerate(chains_of_100):
-        started = perf_counter()
+        started = process_time()
         index.touch(keys_of(pages), float(number))
         for page in pages:
             index.admit(page, float(number))
         if number >= 1_000:
-            spent += perf_counter() - started
+            spent += process_time() - started
     assert len(index) == 100_000
     assert spent / 20_000 < 200e-6
 
