@@ -11,11 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/pip --disable-pip-version-check --no-input
-<<<<<<< HEAD
-BENCHMARKS := engine text gateway store
-=======
-BENCHMARKS := engine text gateway tiering
->>>>>>> policy
+BENCHMARKS := engine text gateway store tiering tiers
 QUIET := $(if $(CI),--quiet,)
 
 .PHONY: install serve test demo prove peers clients model clean

@@ -243,8 +243,9 @@ class Engine:
             return
         until = self._clock() + within_s
         self.scheduler.fail_all("draining", "engine: found its agent gone; it ends")
-        self.scheduler.tiers.demote(self._clock())
-        self._move(self._clock())
+        if within_s > 0:
+            self.scheduler.tiers.demote(self._clock())
+            self._move(self._clock())
         while self.scheduler.tiers.is_demoting and self._clock() < until:
             time.sleep(_CLOSE_POLL_S)
             self._move(self._clock())

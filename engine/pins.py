@@ -124,11 +124,10 @@ class Pins:
             return
         self._scheduler.pool.release(reversed(pages), HoldKind.PIN)
         del self._pins[entry.pin_id]
-        code, message = "pin_failed", "pin: found its pages gone, allowed computed; pin it again"
         if isinstance(event, SequenceFailed):
-            code, message = event.code, event.message
-        for channel in entry.channels:
-            self.refuse(channel, entry.pin_id, code, message)
+            self._fail(entry, event.code, event.message)
+        else:
+            self._fail(entry)
 
     def unpin(self, pin_id: str, now: float) -> list[SequenceEvent]:
         """Give a pin's pages back; an id that is unknown is no error."""
@@ -142,14 +141,26 @@ class Pins:
 
     def unpin_owner(self, owner: bytes, now: float) -> list[SequenceEvent]:
         """A tenant is purged."""
-        mine = [entry.pin_id for entry in self._pins.values() if entry.owner == owner]
-        return [event for pin_id in mine for event in self.unpin(pin_id, now)]
+        mine = [entry for entry in self._pins.values() if entry.owner == owner]
+        for entry in mine:
+            if entry.sequence_id is not None:
+                self._fail(entry)
+        return [event for entry in mine for event in self.unpin(entry.pin_id, now)]
 
     def expire(self, now: float) -> list[SequenceEvent]:
         if not self._pins:
             return []
         late = [entry.pin_id for entry in self._pins.values() if entry.ends_at <= now]
         return [event for pin_id in late for event in self.unpin(pin_id, now)]
+
+    def _fail(
+        self,
+        entry: _Pin,
+        code: str = "pin_failed",
+        message: str = "pin: found its pages forgotten, allowed kept; pin it again",
+    ) -> None:
+        for channel in entry.channels:
+            self.refuse(channel, entry.pin_id, code, message)
 
     def refuse(self, channel: int, pin_id: str, code: str, message: str) -> None:
         self._results.append((channel, PinResult(self._info.engine, pin_id, 0, code, message)))

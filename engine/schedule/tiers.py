@@ -189,6 +189,11 @@ class SlowerTiers:
     def has_orders(self) -> bool:
         return bool(self._orders)
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is under way, nor overdue."""
+        return not self._under_way and not self._quarantine
+
     def take_orders(self) -> list[Order]:
         """Orders since the last call, to be carried out now."""
         orders, self._orders = self._orders, []

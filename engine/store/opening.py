@@ -6,7 +6,6 @@ another's) is left out and said so: without a cache an engine is slower, and ser
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from engine.config import ConfigError, EngineConfig, TierConfig
 from engine.store.block_file import BLOCK, whole_blocks
 from engine.store.guard import Guard
 from engine.store.host import HostTier
+from engine.store.mooncake import MooncakeTier
 from engine.store.page_codec import PageLayout
 from engine.store.slot_file import SlotFileTier
 from engine.store.tier import PageRecord, Tier
@@ -81,8 +81,7 @@ def open_tiers(
         opened.add("disk", lambda: _open_disk(folder, layout, disk_pages, progress))
     if config.cluster_store:
         url = config.cluster_store
-        mooncake = importlib.import_module("engine.store.mooncake")
-        opened.add("cluster", lambda: mooncake.MooncakeTier(url, layout))
+        opened.add("cluster", lambda: MooncakeTier(url, layout))
     found = {tier.name: list(tier.records()) for tier in opened.tiers}
     configs = tuple(
         TierConfig(

@@ -45,6 +45,7 @@ class EngineBench:
         defaults = {"num_pages": 64, "page_size": 4, "context_tokens": 200, "step_tokens": 32}
         config = ScheduleConfig(**{**defaults, "max_running": 8, "max_waiting": 100, **limits})
         self.now = 10.0
+        self.results: list[wire.PinResult | wire.PurgeResult] = []
         if runner is None and self.overlap:
             runner = AheadArenaRunner(64, 4, lazy=self.overlap == "lazy")
         self.runner = runner or ArenaRunner(64, 4)
@@ -88,6 +89,9 @@ class EngineBench:
                 self.records.append(record)
                 continue
             step = wire.decode_from_node(data)
+            if isinstance(step, wire.PinResult | wire.PurgeResult):
+                self.results.append(step)
+                continue
             assert isinstance(step, wire.Step)
             assert step.engine == 2
             for lane, token in zip(step.lanes, step.tokens, strict=True):
