@@ -46,6 +46,23 @@ def keep_score(
     return now + half_life_s * log2(1.0 + 2.0 ** ((before - now) / half_life_s))
 
 
+class HalfLife:
+    """That of a page's uses, learned from the pauses between a session's turns."""
+
+    def __init__(self) -> None:
+        self._log_pause = log(FIRST_PAUSE_S)
+
+    @property
+    def seconds(self) -> float:
+        return PAUSES * exp(self._log_pause)
+
+    def learn(self, used_at: float, now: float) -> None:
+        """A prompt came whose deepest known page was used once before, then: so a session goes on
+        where it ended. A page of more uses is one that sessions share, it tells nothing."""
+        if now > used_at:
+            self._log_pause += PAUSE_WEIGHT * (log(now - used_at) - self._log_pause)
+
+
 @dataclass(frozen=True, slots=True)
 class Resident:
     """A page that a tier holds. parent: the key before it, or the chain's root at depth 0. owner:
@@ -136,7 +153,7 @@ class TierIndex:
         self._expiries: list[tuple[float, int, _Node]] = []  # of all retained pages
         self._num_retained = 0
         self._serial = 0
-        self._log_pause = log(FIRST_PAUSE_S)
+        self._half_life = HalfLife()
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._nodes
@@ -180,19 +197,17 @@ class TierIndex:
 
     @property
     def half_life_s(self) -> float:
-        return PAUSES * exp(self._log_pause)
+        return self._half_life.seconds
 
     def _learn_pause(self, keys: Sequence[bytes], depth: int, now: float) -> None:
-        """How long since the last use of the deepest page that is known, if it was the only one:
-        then a session goes on where it ended; a page of many uses is one that sessions share."""
         known: _Node | _Ghost | None = self._nodes[keys[depth - 1]] if depth else None
         for key in keys[depth:]:
             ghost = self._ghosts.get(key)
             if ghost is None:
                 break
             known = ghost
-        if known is not None and known.uses == 1 and now > known.score:
-            self._log_pause += PAUSE_WEIGHT * (log(now - known.score) - self._log_pause)
+        if known is not None and known.uses == 1:
+            self._half_life.learn(known.score, now)  # the score of one use is its time
 
     def admit(
         self, page: Resident, now: float, *, retain_until: float = 0.0
