@@ -14,12 +14,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import product
-from math import log2
+from math import exp, log, log2
 
 from policies.contract.wire import Tier
 
-# Chosen by replaying a production trace: 200 to 600 s do within 8 % (docs/decisions.md).
-HALF_LIFE_S = 300.0
+# A count's half life is so many times the usual pause of a session, which is learned: 300 s for
+# people who chat, 30 s for agents. Fixed, either does badly with the other (docs/decisions.md).
+PAUSES = 2.5
+FIRST_PAUSE_S = 120.0
+PAUSE_WEIGHT = 1 / 64  # of each new pause in the mean of their logarithms
+
 GHOSTS_PER_PAGE = 4
 MAX_GHOSTS = 1 << 18
 RETAINED_SHARE = 0.5  # of a tier at most, so that hints cannot close it to everybody else
@@ -29,7 +33,9 @@ FETCH_SLACK = 4.0  # a fetch may take so many times what the measured rate promi
 FETCH_CAP_S = 10.0
 
 
-def keep_score(now: float, before: float | None = None) -> float:
+def keep_score(
+    now: float, before: float | None = None, half_life_s: float = PAUSES * FIRST_PAUSE_S
+) -> float:
     """A page's score after a use now, from its score before; the greater one is kept longer.
 
     now + half life × log2(the number of its uses, each decayed to now): seconds on the clock of
@@ -37,7 +43,24 @@ def keep_score(now: float, before: float | None = None) -> float:
     """
     if before is None:
         return now
-    return now + HALF_LIFE_S * log2(1.0 + 2.0 ** ((before - now) / HALF_LIFE_S))
+    return now + half_life_s * log2(1.0 + 2.0 ** ((before - now) / half_life_s))
+
+
+class HalfLife:
+    """That of a page's uses, learned from the pauses between a session's turns."""
+
+    def __init__(self) -> None:
+        self._log_pause = log(FIRST_PAUSE_S)
+
+    @property
+    def seconds(self) -> float:
+        return PAUSES * exp(self._log_pause)
+
+    def learn(self, used_at: float, now: float) -> None:
+        """A prompt came whose deepest known page was used once before, then: so a session goes on
+        where it ended. A page of more uses is one that sessions share, it tells nothing."""
+        if now > used_at:
+            self._log_pause += PAUSE_WEIGHT * (log(now - used_at) - self._log_pause)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +79,7 @@ class _Node:
     page: Resident
     parent: _Node | None
     score: float
+    uses: int
     retain_until: float = 0.0  # 0: not retained
     children: dict[bytes, _Node] | None = None
     entry: int = 0  # serial number of its one valid entry in a queue; 0: it has none
@@ -129,6 +153,7 @@ class TierIndex:
         self._expiries: list[tuple[float, int, _Node]] = []  # of all retained pages
         self._num_retained = 0
         self._serial = 0
+        self._half_life = HalfLife()
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._nodes
@@ -150,22 +175,39 @@ class TierIndex:
     def touch(self, keys: Sequence[bytes], now: float) -> None:
         """A use of this chain, whether its pages were found here or had to be computed."""
         depth = self.depth(keys)
+        self._learn_pause(keys, depth, now)
+        half_life_s = self.half_life_s
         before = after = None  # neighbours mostly have one history: compute it once
         for key in keys[:depth]:
             node = self._nodes[key]
             if after is None or node.score != before:
-                before, after = node.score, keep_score(now, node.score)
+                before, after = node.score, keep_score(now, node.score, half_life_s)
             node.score = after
+            node.uses += 1
         ghosts = self._ghosts
         for key in reversed(keys[depth:]):  # tails are forgotten before what they are built on
             ghost = ghosts.get(key)
             if ghost is None:
                 ghosts[key] = _Ghost(now, 1)
             else:
-                ghost.score = keep_score(now, ghost.score)
+                ghost.score = keep_score(now, ghost.score, half_life_s)
                 ghost.uses += 1
                 ghosts.move_to_end(key)
         self._forget_oldest_ghosts()
+
+    @property
+    def half_life_s(self) -> float:
+        return self._half_life.seconds
+
+    def _learn_pause(self, keys: Sequence[bytes], depth: int, now: float) -> None:
+        known: _Node | _Ghost | None = self._nodes[keys[depth - 1]] if depth else None
+        for key in keys[depth:]:
+            ghost = self._ghosts.get(key)
+            if ghost is None:
+                break
+            known = ghost
+        if known is not None and known.uses == 1:
+            self._half_life.learn(known.score, now)  # the score of one use is its time
 
     def admit(
         self, page: Resident, now: float, *, retain_until: float = 0.0
@@ -200,7 +242,7 @@ class TierIndex:
             evicted = (victim.page.key,)
             self._remember(victim)
             self._drop(victim)
-        self._hold(page, parent, now if ghost is None else ghost.score)
+        self._hold(page, parent, ghost or _Ghost(now, 1))
         if retain_until > now:
             self.retain((page.key,), retain_until)
         return evicted
@@ -219,7 +261,7 @@ class TierIndex:
             if is_orphan or len(self._nodes) >= self.capacity_pages:
                 left.append(page.key)
             else:
-                self._hold(page, parent, now)
+                self._hold(page, parent, _Ghost(now, 1))
         return left
 
     def retain(self, keys: Iterable[bytes], retain_until: float) -> None:
@@ -286,8 +328,8 @@ class TierIndex:
     def num_owned(self, owner: bytes) -> int:
         return self._owned.get(owner, 0)
 
-    def _hold(self, page: Resident, parent: _Node | None, score: float) -> None:
-        node = _Node(page, parent, score)
+    def _hold(self, page: Resident, parent: _Node | None, history: _Ghost) -> None:
+        node = _Node(page, parent, history.score, history.uses)
         self._nodes[page.key] = node
         self._owned[page.owner] = self._owned.get(page.owner, 0) + 1
         self._ghosts.pop(page.key, None)
@@ -314,8 +356,7 @@ class TierIndex:
             self._enqueue(node.parent)
 
     def _remember(self, node: _Node) -> None:
-        """An evicted page had its uses: the next one is not its first."""
-        self._ghosts[node.page.key] = _Ghost(node.score, 1)
+        self._ghosts[node.page.key] = _Ghost(node.score, node.uses)
         self._forget_oldest_ghosts()
 
     def _forget_oldest_ghosts(self) -> None:

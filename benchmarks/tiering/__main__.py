@@ -27,12 +27,13 @@ from benchmarks.tiering.replay import (
     replay_lru,
     replay_policy,
 )
-from benchmarks.tiering.trace import OWNER, PAGE_TOKENS, Request, read_trace
+from benchmarks.tiering.trace import OWNER, PAGE_TOKENS, Request, agent_requests, read_trace
 from policies.contract.wire import Tier
 from policies.tiering import Resident, TierIndex
 
 TRACE = Path("shared/traces/conversation_trace.jsonl.gz")
 SIZES_M = (1.5, 5.1, 15.4)  # tokens
+AGENT_SIZES_M = (0.5, 1.5, 5.0)
 
 # One node, in tokens: an accelerator's pool beside its weights, host memory four times that, a disk
 # four times that again, and a store that several nodes fill.
@@ -47,19 +48,19 @@ def tell(row: Beside) -> Beside:
     return row
 
 
-def beside_lru(requests: list[Request]) -> list[Beside]:
+def beside_lru(requests: list[Request], sizes_m: tuple[float, ...], whose: str) -> list[Beside]:
     rows: list[Beside] = []
-    for size in SIZES_M:
+    for size in sizes_m:
         pages = int(size * 1e6 / PAGE_TOKENS)
         ours = replay_policy(requests, pages)
         peers = {
             "LRU, tail first": replay_lru(requests, pages, tail_first=True),
             "LRU": replay_lru(requests, pages, tail_first=False),
         }
-        name, unit = f"hits in {size} M", "of the prompt tokens"
+        name, unit = f"{whose} in {size} M", "of the prompt tokens"
         rows.append(tell(compared(name, ours, peers, unit, more_is_better=True)))
         best = {"best possible": replay_best(requests, pages)}
-        name = f"of the possible in {size} M"
+        name = f"{whose} in {size} M, of the possible"
         rows.append(tell(compared(name, ours, best, unit, more_is_better=True)))
     return rows
 
@@ -193,10 +194,13 @@ def main() -> None:
                 "  remedy:  give a trace of the Mooncake FAST'25 release"
             )
     rows, absent = index_costs(), dict[str, str]()
+    for pause_s in (12.0, 60.0):
+        agents = agent_requests(pause_s=pause_s, until_s=900.0 if options.quick else 2400.0)
+        rows += beside_lru(agents, AGENT_SIZES_M, f"agents, {pause_s:g} s")
     if isinstance(trace, Path):
         tokens = sum(one.tokens for one in requests)
         print(f"{len(requests)} requests, {tokens / 1e6:.1f} M prompt tokens", flush=True)
-        rows += beside_lru(requests) + by_tier(requests) + two_nodes(requests)
+        rows += beside_lru(requests, SIZES_M, "trace") + by_tier(requests) + two_nodes(requests)
     else:
         absent = dict.fromkeys(("hits beside LRU", "hits by tier", "two nodes"), trace)
         for name, why in absent.items():

@@ -10,7 +10,9 @@ from __future__ import annotations
 import gzip
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from random import Random
 
 import msgspec
 from msgspec import Struct
@@ -81,3 +83,25 @@ def _session_of(full: Sequence[bytes], session_by_end: dict[bytes, int], *, numb
     session = next((session_by_end[key] for key in reversed(full) if key in session_by_end), number)
     session_by_end[full[-1]] = session
     return session
+
+
+def agent_requests(*, pause_s: float, until_s: float) -> list[Request]:
+    """Generated coding agents: 0.2 new sessions/s, four preambles of 6 k tokens, prompts of 9 k at
+    first and some 1.8 k more each turn, 14 turns in the mean, pauses of that mean and 2 s more."""
+    random = Random(1)
+    number = count()
+    preambles = [[next(number) for _ in range(12)] for _ in range(4)]
+    rows: list[tuple[float, int, list[int]]] = []
+    start = random.expovariate(0.2)
+    while start < until_s:
+        ids = random.choice(preambles) + [next(number) for _ in range(6)]
+        now = start
+        while True:
+            rows.append((now, len(ids) * PAGE_TOKENS, list(ids)))
+            if random.random() < 1 / 14:
+                break
+            now += 2.0 + random.expovariate(1 / pause_s)
+            ids += [next(number) for _ in range(random.choice((3, 4)))]
+        start += random.expovariate(0.2)
+    rows.sort(key=lambda row: row[0])
+    return requests(rows)

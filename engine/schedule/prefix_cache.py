@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from engine.schedule.page_events import PageEventLog
 from engine.schedule.pages import HoldKind, PageId, PagePool
 from policies.contract.wire import PageEvent, Tier
-from policies.tiering import keep_score
+from policies.tiering import HalfLife, keep_score
 
 _STALE_ENTRIES = 4  # times the pool's pages; then the heaps are built anew
 
@@ -38,6 +38,7 @@ class _Node:
     since: float
     score: float
     retain_until: float
+    uses: int = 1
     turn: int = 0  # when it last became idle: a counter, so that equal histories evict equally
     children: dict[bytes, _Node] = field(default_factory=dict)
 
@@ -65,6 +66,7 @@ class PrefixCache:
         self._by_page: dict[PageId, _Node] = {}
         self._events = PageEventLog() if events is None else events
         self._turn = self._pushes = 0
+        self._half_life = HalfLife()
         # Idle nodes without children, beside entries of what is no longer so.
         self._ripe: list[_Entry] = []  # by score
         self._retained: list[_Entry] = []  # by the end of their retention
@@ -101,8 +103,12 @@ class PrefixCache:
         """
         depth = self.depth(keys[:max_pages])
         nodes = [self._by_key[key] for key in keys[:depth]]
+        if nodes and nodes[-1].uses == 1:
+            self._half_life.learn(nodes[-1].score, now)
+        half_life_s = self._half_life.seconds
         for node in nodes:
-            node.score = keep_score(now, node.score)
+            node.score = keep_score(now, node.score, half_life_s)
+            node.uses += 1
             node.retain_until = max(node.retain_until, retain_until)
         pages = [node.page for node in nodes]
         self._pool.hold(pages, kind)

@@ -19,7 +19,8 @@ from policies.tiering import (
     FETCH_BASE_S,
     FETCH_CAP_S,
     FETCH_SLACK,
-    HALF_LIFE_S,
+    FIRST_PAUSE_S,
+    PAUSES,
     RETAINED_SHARE,
     Resident,
     TierIndex,
@@ -28,6 +29,7 @@ from policies.tiering import (
     pages_worth_fetching,
 )
 
+HALF_LIFE_S = PAUSES * FIRST_PAUSE_S
 A, B, C = b"tenant a", b"tenant b", b"tenant c"
 
 
@@ -84,9 +86,9 @@ def test_a_root_that_many_share_makes_no_tail_frequent() -> None:
     use(index, chain(A, "x"), 4.0)
     gone = [use(index, chain(A, name), 5.0)[0] for name in "yz"]
     assert gone == [chain(A, name)[1].key for name in ("rb", "rc")]
-    use(index, chain(A, "x"), 6.0)
+    use(index, chain(A, "x"), 100.0)
     index.pin(keys_of(chain(A, "y") + chain(A, "z")))
-    assert use(index, chain(A, "w"), 7.0) == [chain(A, "ra")[1].key]  # used twice, as x: later
+    assert use(index, chain(A, "w"), 101.0) == [chain(A, "ra")[1].key]  # x was later
 
 
 def test_an_evicted_page_keeps_its_history() -> None:
@@ -104,6 +106,21 @@ def test_a_score_equals_the_sum_of_decayed_uses() -> None:
     score = keep_score(50.0, keep_score(20.0, keep_score(0.0)))
     uses = sum(2.0 ** ((used - 50.0) / HALF_LIFE_S) for used in (0.0, 20.0, 50.0))
     assert score == pytest.approx(50.0 + HALF_LIFE_S * log2(uses))
+
+
+def test_the_half_life_follows_the_pauses_of_sessions() -> None:
+    index = TierIndex(100)
+    assert index.half_life_s == pytest.approx(HALF_LIFE_S)
+    for turn in range(400):  # one session, a page longer each time, in a cache that loses it
+        index.touch([b"%d" % page for page in range(turn)], 12.0 * turn)
+    assert index.half_life_s == pytest.approx(PAUSES * 12.0, rel=0.02)
+
+
+def test_a_preamble_that_many_sessions_share_tells_nothing_of_their_pauses() -> None:
+    index = TierIndex(100)
+    for number in range(400):
+        index.touch([b"preamble", b"%d" % number], 0.5 * number)
+    assert index.half_life_s == pytest.approx(HALF_LIFE_S, rel=0.1)  # its second use was taken in
 
 
 def test_a_second_use_opens_the_disk_root_first() -> None:
@@ -238,7 +255,7 @@ def test_quotas_must_fit() -> None:
 @dataclass
 class ModelPage:
     page: Resident
-    uses: list[float]
+    score: float
     retain_until: float = 0.0
 
 
@@ -279,11 +296,6 @@ class Model:
         return others or [one for one in tails if one.page.owner == owner]
 
 
-def score(page: ModelPage) -> float:
-    newest = max(page.uses)
-    return newest + HALF_LIFE_S * log2(sum(2.0 ** ((t - newest) / HALF_LIFE_S) for t in page.uses))
-
-
 chains = st.builds(chain, st.sampled_from([A, B, C]), st.text("ab", min_size=1, max_size=3))
 
 
@@ -295,7 +307,7 @@ class TierIndexMachine(RuleBasedStateMachine):
         quotas = {A: 3, B: 2}
         self.index = TierIndex(7, quota_pages=quotas)
         self.model = Model(7, quotas)
-        self.history: dict[bytes, list[float]] = {}
+        self.scores: dict[bytes, float] = {}  # of all pages that were ever used
         self.now = 0.0
 
     @rule(pages=chains, later=st.sampled_from([0.0, 1.0, 50.0, 400.0]))
@@ -303,7 +315,11 @@ class TierIndexMachine(RuleBasedStateMachine):
         self.now += later
         self.index.touch(keys_of(pages), self.now)
         for page in pages:
-            self.history.setdefault(page.key, []).append(self.now)
+            before = self.scores.get(page.key)
+            score = keep_score(self.now, before, self.index.half_life_s)
+            self.scores[page.key] = score
+            if page.key in self.model.pages:
+                self.model.pages[page.key].score = score
 
     @rule(pages=chains, retain_s=st.sampled_from([0.0, 0.0, 0.0, 60.0, 1000.0]))
     def store(self, pages: list[Resident], retain_s: float) -> None:
@@ -335,12 +351,11 @@ class TierIndexMachine(RuleBasedStateMachine):
             if held[gone].retain_until > self.now:
                 assert held[gone].retain_until == min(one.retain_until for one in may_go)
             else:
-                assert score(held[gone]) <= min(map(score, may_go)) + 1e-6
+                assert held[gone].score <= min(one.score for one in may_go) + 1e-6
             retained -= held[gone].retain_until > 0
             del held[gone]
         if not is_held:
-            uses = self.history.setdefault(page.key, [self.now])
-            held[page.key] = ModelPage(page, uses)
+            held[page.key] = ModelPage(page, self.scores.setdefault(page.key, self.now))
         one = held[page.key]
         is_allowed = one.retain_until or retained < int(RETAINED_SHARE * self.model.capacity)
         if is_allowed and retain_until > self.now:
@@ -365,7 +380,7 @@ class TierIndexMachine(RuleBasedStateMachine):
         assert len(gone) == len(set(gone))
         assert set(gone) == expected
         for key in gone:
-            del self.model.pages[key], self.history[key]
+            del self.model.pages[key], self.scores[key]
 
     @invariant()
     def the_books_agree(self) -> None:
