@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ROW = re.compile(r"^\| ([EG]\d+) \|.*\|$", re.MULTILINE)
+ROW = re.compile(r"^\| ([EGT]\d+) \|.*\|$", re.MULTILINE)
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 

@@ -41,7 +41,7 @@ class BlockFile:
         try:
             _lock(self._fd, path)
             self.was_empty = _resize(self._fd, path, size)
-            self.why_buffered = self._try_direct() if direct else "not asked for"
+            self.why_buffered = try_direct(self._fd) if direct else "not asked for"
         except BaseException:
             os.close(self._fd)
             raise
@@ -73,17 +73,6 @@ class BlockFile:
 
     def close(self) -> None:
         os.close(self._fd)
-
-    def _try_direct(self) -> str | None:
-        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        try:
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-            os.preadv(self._fd, [aligned(BLOCK)], 0)
-        except OSError as error:
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
-            return error.strerror or str(error)
-        return None
 
 
 def _open(path: Path) -> int:
@@ -139,3 +128,15 @@ def _resize(fd: int, path: Path, size: int) -> bool:
             remedy="lower --kv-disk-mb, free some disk, or give another --kv-disk-dir",
         ) from error
     return not before
+
+
+def try_direct(fd: int) -> str | None:
+    """Has fd read and written around the page cache; else why not, and it stays as it was."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        os.preadv(fd, [aligned(BLOCK)], 0)
+    except OSError as error:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+        return error.strerror or str(error)
+    return None

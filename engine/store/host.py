@@ -138,10 +138,10 @@ def _memory(size: int) -> memoryview:
     """Zeroed, taken from the machine as it is first written, in large pages where it has them."""
     try:
         memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise ConfigError(
             "--kv-host-mb",
-            found=f"{size >> 20} MB, and the machine refuses them ({error.strerror})",
+            found=f"{size >> 20} MB, and the machine refuses them ({error})",
             allowed="what its memory has room for",
             remedy="lower --kv-host-mb",
         ) from error

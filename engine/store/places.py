@@ -133,7 +133,8 @@ class Places:
     def prove(self, held: Held) -> None:
         """It was read and is wholly what it says."""
         with self._changed:
-            self._owners[held.place] = held.record.owner
+            if held.is_listed:
+                self._owners[held.place] = held.record.owner
 
     def records(self) -> list[PageRecord]:
         """Parents before children; none once closed."""
@@ -189,6 +190,7 @@ class Places:
     def adopt(self, pages: Sequence[Held], owners: Sequence[bytes | None]) -> None:
         """What a scan found, and whose bytes lie in each place, before the first call."""
         with self._changed:
+            self._held = {}
             for held in pages:
                 self._held.setdefault(held.record.key, held)
             taken = {held.place for held in self._held.values()}

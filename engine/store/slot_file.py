@@ -186,18 +186,19 @@ class SlotFileTier:
 
     def _fetch(self, held: Held, buffer: memoryview, view: memoryview) -> Status:
         """Through the buffer only where the view cannot be read into."""
-        body = view if self._file.takes(view) else buffer[BLOCK:]
+        is_straight = self._file.takes(view)
+        head, body, rest = self._parts(buffer)
         try:
-            got = self._file.read(self._offset(held.place), [buffer[:BLOCK], body])
+            got = self._file.read(
+                self._offset(held.place), [head, view, rest] if is_straight else [buffer]
+            )
         except OSError:
             return Status.UNAVAILABLE
-        if body is not view:
-            copy_bytes(body[: len(view)], view)
-        found = check_page(
-            buffer[:HEADER_BYTES], view, page_key=held.record.key, layout=self._layout
-        )
-        if got != BLOCK + len(body):
-            found = PageFault("torn")
+        if not is_straight:
+            copy_bytes(body, view)
+        found = check_page(head[:HEADER_BYTES], view, page_key=held.record.key, layout=self._layout)
+        if got != self._slot_bytes or _holds_any(head[HEADER_BYTES:], rest):
+            found = PageFault("torn")  # what is left is of before, in the file or in memory
         if not isinstance(found, PageFault):
             self._places.prove(held)
             return Status.OK
@@ -224,14 +225,13 @@ class SlotFileTier:
     def _store(
         self, record: PageRecord, payload: memoryview, place: int, buffer: memoryview
     ) -> Status:
-        header = encode_header(record, payload, layout=self._layout)
-        buffer[:BLOCK] = header.ljust(BLOCK, b"\0")
-        body = payload
-        if not self._file.takes(payload):
-            body = buffer[BLOCK:]
-            copy_bytes(payload, body[: len(payload)])
-            body[len(payload) :] = bytes(len(body) - len(payload))
-        return self._write_out(place, [buffer[:BLOCK], body])
+        head, body, rest = self._parts(buffer)
+        head[:] = encode_header(record, payload, layout=self._layout).ljust(BLOCK, b"\0")
+        rest[:] = bytes(len(rest))
+        if self._file.takes(payload):
+            return self._write_out(place, [head, payload, rest])
+        copy_bytes(payload, body)
+        return self._write_out(place, [buffer])
 
     def _write_out(self, place: int, views: list[memoryview]) -> Status:
         try:
@@ -252,13 +252,17 @@ class SlotFileTier:
             if time.monotonic() >= deadline:
                 return Status.TIMEOUT
             with self._buffer() as buffer:
-                view = buffer[BLOCK : BLOCK + self._layout.page_bytes]
-                status = self._fetch(held, buffer, view)
+                status = self._fetch(held, buffer, self._parts(buffer)[1])
             if status is Status.UNAVAILABLE:
                 self._places.distrust(held)
             return status
         finally:
             self._places.release(held)
+
+    def _parts(self, buffer: memoryview) -> tuple[memoryview, memoryview, memoryview]:
+        """The header's block, the payload, and what fills its last block: zeros."""
+        end = BLOCK + self._layout.page_bytes
+        return buffer[:BLOCK], buffer[BLOCK:end], buffer[end:]
 
     def _offset(self, place: int) -> int:
         return BLOCK + place * self._slot_bytes
@@ -381,3 +385,7 @@ def _each(threads: ThreadPoolExecutor, jobs: Sequence[Callable[[], Status]]) -> 
     futures: list[Future[Status]] = [threads.submit(job) for job in jobs]
     wait(futures)
     return [future.result() for future in futures]
+
+
+def _holds_any(*fillings: memoryview) -> bool:
+    return any(bytes(filling).count(0) != len(filling) for filling in fillings)

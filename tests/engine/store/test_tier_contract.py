@@ -269,7 +269,12 @@ class TierMachine(RuleBasedStateMachine):
     @rule(owner=st.sampled_from(OWNERS))
     def purge(self, owner: bytes) -> None:
         assert self.rig.tier.purge(owner, NEVER) is OK
-        self.held = {number: whose for number, whose in self.held.items() if whose != owner}
+        kept = {record.key for record in self.rig.tier.records()}
+        for number, whose in list(self.held.items()):
+            # It may have to read what it found at its start, and so meet what was damaged.
+            is_caught = number in self.spoilt and key_of(number) not in kept
+            if whose == owner or is_caught:
+                del self.held[number]
         self.spoilt &= set(self.held)
         if self.rig.at_rest is not None:
             assert owner not in self.rig.at_rest()
