@@ -11,17 +11,21 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import ConfigError
+from engine.store import slot_file
 from engine.store.block_file import BLOCK, aligned, try_direct, whole_blocks
 from engine.store.page_codec import PageLayout
 from engine.store.slot_file import FILE_NAME, SlotFileTier
@@ -214,12 +218,13 @@ def test_a_disk_that_fills_up_costs_only_what_is_put(tmp_path: Path) -> None:
 
 
 @contextmanager
-def failing_disk(tier: SlotFileTier) -> Iterator[None]:
-    """Reads and writes of its file give EIO: at such offsets nothing is mapped."""
+def failing_disk(tier: SlotFileTier, *, writes_too: bool = True) -> Iterator[None]:
+    """Reads of its file, and writes, give an error: EIO where nothing is mapped at such offsets."""
     path = str(tier._file.path)
     links = [(int(name), f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
     (fd,) = [fd for fd, link in links if os.path.exists(link) and os.readlink(link) == path]
-    good, bad = os.dup(fd), os.open("/proc/self/mem", os.O_RDWR)
+    good = os.dup(fd)
+    bad = os.open("/proc/self/mem", os.O_RDWR) if writes_too else os.open(path, os.O_WRONLY)
     os.dup2(bad, fd, inheritable=False)
     try:
         yield
@@ -244,6 +249,22 @@ def test_errors_of_the_disk_make_pages_unavailable_while_they_last(tmp_path: Pat
         assert put(tier, 0, 2, 3) == [OK] * 3
 
 
+def test_what_a_purge_cannot_read_it_overwrites(tmp_path: Path) -> None:
+    """After an end out of order: whose bytes they are cannot be known any more."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    new.mkdir()
+    with opened(old, 4) as tier:
+        put(tier, 0, 1)
+        shutil.copy(old / FILE_NAME, new)
+    with opened(new, 4) as tier:
+        assert get(tier, key_of(1)) == [OK]
+        with failing_disk(tier, writes_too=False):
+            assert get(tier, key_of(0)) == [Status.UNAVAILABLE]
+            assert tier.purge(B, time.monotonic() + 5) is OK
+        assert held(tier) == []
+        assert (new / FILE_NAME).read_bytes()[BLOCK:].count(0) == 4 * SLOT_BYTES
+
+
 def test_slots_whose_header_cannot_be_read_are_free(tmp_path: Path) -> None:
     with opened(tmp_path, 4) as tier:
         put(tier, 0, 1)
@@ -251,6 +272,69 @@ def test_slots_whose_header_cannot_be_read_are_free(tmp_path: Path) -> None:
             tier._scan(lambda share: None, is_trusted=True)
         assert held(tier) == []
         assert put(tier, 0, 1, 2, 3) == [OK] * 4
+
+
+class SlowDisk:
+    """Stands before a tier's file: counts syncs, and holds reads and syncs until released."""
+
+    def __init__(self, tier: SlotFileTier) -> None:
+        self.syncs = 0
+        self.released = threading.Event()
+        self._file = tier._file
+        tier._file = self  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def read(self, *arguments: Any) -> int:
+        self.released.wait(10)
+        return self._file.read(*arguments)
+
+    def sync(self) -> None:
+        self.syncs += 1
+        self.released.wait(10)
+        self._file.sync()
+
+
+def test_puts_are_synced_now_and_then_and_wait_for_none(tmp_path: Path) -> None:
+    with opened(tmp_path, 4) as tier:
+        disk = SlowDisk(tier)
+        assert put(tier, 0) == [OK]
+        assert disk.syncs == 0
+        tier._next_sync = time.monotonic()
+        assert put(tier, 1) == put(tier, 2) == [OK]
+        disk.released.set()
+        tier.flush(NEVER)
+        assert disk.syncs == 2
+
+
+def test_a_disk_that_hangs_holds_a_flush_until_its_deadline(tmp_path: Path) -> None:
+    with opened(tmp_path, 4) as tier:
+        disk = SlowDisk(tier)
+        assert tier.flush(time.monotonic() + 0.02) is Status.TIMEOUT
+        assert tier.purge(A, time.monotonic() + 0.02) is Status.TIMEOUT
+        disk.released.set()
+        assert tier.flush(NEVER) is OK
+
+
+def test_a_disk_that_hangs_does_not_hold_the_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_file, "CLOSE_S", 0.05)
+    tier = SlotFileTier(tmp_path, LAYOUT, 4)
+    put(tier, 0)
+    disk = SlowDisk(tier)
+    with ThreadPoolExecutor(1) as caller:
+        late = caller.submit(get, tier, key_of(0))
+        while not tier._places._calls:
+            time.sleep(0.001)
+        tier.close()
+        assert not late.done()
+        assert get(tier, key_of(0)) == [Status.UNAVAILABLE]
+        disk.released.set()
+        assert late.result(10) == [OK]
+    with pytest.raises(ConfigError, match="another process uses"):  # it was never given back
+        SlotFileTier(tmp_path, LAYOUT, 4)
 
 
 # --- damage -------------------------------------------------------------------------------------
@@ -361,13 +445,17 @@ def test_nothing_of_before_is_left_beside_a_page(direct: bool, tmp_path: Path) -
     assert_nothing_of(A, range(8), raw.read_bytes())
     torn = bytearray(raw.read_bytes())  # as an end out of order leaves it
     tier.close()
-    torn[BLOCK + SECTOR : BLOCK + 2 * SECTOR] = payload_of(key_of(0))[:SECTOR]
-    at = BLOCK + 4 * BLOCK - SECTOR  # the end of the second slot
-    torn[at : at + SECTOR] = payload_of(key_of(2))[:SECTOR]
+    leftover = payload_of(key_of(0))[:SECTOR]
+    torn[BLOCK + SECTOR : BLOCK + 2 * SECTOR] = leftover
+    for end in range(BLOCK + 4 * BLOCK, len(torn) + 1, 2 * BLOCK):  # of the slots behind
+        torn[end - SECTOR : end] = leftover
     raw.write_bytes(torn)
     tier = SlotFileTier(tmp_path, ODD_LAYOUT, 4, direct=direct)
     assert tier.purge(A, NEVER) is OK
-    assert len(held(tier)) == 2
+    assert held(tier) == []
+    for number in (9, 11):  # nor in the memory that it goes through
+        payload = memoryview(payload_of(key_of(number), ODD_LAYOUT))
+        assert tier.put([record_of(number, B)], [payload], NEVER) == [OK]
     assert_nothing_of(A, range(8), raw.read_bytes())
     tier.close()
 

@@ -18,6 +18,7 @@ from engine.store.guard import Guard
 from engine.store.host import HostTier
 from engine.store.mooncake import MooncakeTier
 from engine.store.page_codec import PageLayout
+from engine.store.shared_arena import SharedArenaTier
 from engine.store.slot_file import FILE_NAME, SlotFileTier
 from engine.store.tier import PageRecord, Tier
 from tests.engine.store.mooncake_cluster import URL, Inside, lasting_cluster
@@ -141,6 +142,21 @@ def guarded(folder: Path, capacity: int) -> Rig:
     return rig
 
 
+def shared_arena(folder: Path, capacity: int, *, layout: PageLayout = LAYOUT) -> Rig:
+    tier = SharedArenaTier(folder, layout, capacity, folder=folder)
+
+    def overwrite(at: int, data: bytes) -> None:
+        fd = os.open(tier.path, os.O_WRONLY)
+        os.pwrite(fd, data, at)
+        os.close(fd)
+
+    return Rig(tier, layout, tier.path.read_bytes, overwrite)
+
+
+def odd_shared_arena(folder: Path, capacity: int) -> Rig:
+    return shared_arena(folder, capacity, layout=ODD_LAYOUT)
+
+
 def mooncake(folder: Path, capacity: int) -> Rig:
     cluster, memory, client = lasting_cluster()
     client.remove_by_regex(".*", True)
@@ -159,6 +175,8 @@ FACTORIES: dict[str, Factory] = {
     "slot_file_direct_odd": odd_slot_file,
     "slot_file_buffered": buffered,
     "fault_tier": faultless,
+    "shared_arena": shared_arena,
+    "shared_arena_odd": odd_shared_arena,
     "guard": guarded,
     "mooncake": mooncake,
 }
