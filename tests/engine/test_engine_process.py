@@ -258,6 +258,9 @@ def test_sixty_four_streams_keep_a_pace_of_200_tokens_a_second(engine: EnginePro
         (["--threads", "0"], 2, ["--threads"]),
         (["--compute", "quick"], 2, ["--compute", "quick", "exact or fast", "leave it out"]),
         (["--overlap", "maybe"], 2, ["--overlap", "maybe"]),
+        (["--kv-host-mb", "-1"], 2, ["--kv-host-mb", "-1", "0 or more", "leave it out"]),
+        (["--kv-disk-mb", "-5", "--kv-disk-dir", "d"], 2, ["--kv-disk-mb", "-5"]),
+        (["--kv-disk-mb", "5"], 2, ["--kv-disk-dir", "nothing", "leave out --kv-disk-mb"]),
         (["--script", "/nowhere/script.json"], 4, ["--script", "nowhere"]),
         (["--bundle", "/nowhere/bundle"], 4, ["--bundle", "nowhere"]),
     ],
@@ -272,6 +275,19 @@ def test_a_wrong_flag_is_named(
         told = engine.process.stderr.read().decode()
         assert all(word in told for word in words), told
         assert "Traceback" not in told
+    finally:
+        engine.close()
+
+
+def test_a_scripted_engine_says_that_it_has_no_slower_tiers(tmp_path: Path) -> None:
+    engine = EngineProcess(tmp_path, "--kv-host-mb", "64")
+    try:
+        assert engine.up().info.tier_pages == ()
+        engine.submit(1, 1, "hello")
+        assert engine.read_lane(1, 1)[0] == "Hi, 篝!<|im_end|>"
+        os.kill(engine.process.pid, signal.SIGKILL)
+        assert engine.process.stderr is not None
+        assert "no slower tiers" in engine.process.stderr.read().decode()
     finally:
         engine.close()
 

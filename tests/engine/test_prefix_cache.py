@@ -14,7 +14,7 @@ from hypothesis.stateful import (
 )
 
 from engine.schedule.pages import HoldKind, PageId, PagePool
-from engine.schedule.prefix_cache import PrefixCache
+from engine.schedule.prefix_cache import PrefixCache, Provenance
 from policies.contract.page_keys import next_key
 from policies.contract.wire import CacheCleared, PageEvent, PageRemoved, PageStored
 
@@ -201,3 +201,80 @@ def test_the_deepest_resident_page_is_found_at_any_depth() -> None:
     for depth in range(13):
         _, cache = published([word[:depth]] if depth else [])
         assert cache.depth(chain(word)) == depth
+
+
+def test_what_was_used_often_outlives_what_was_used_last() -> None:
+    pool, cache = published([])
+    for now, word in ((0.0, [0, 0]), (10.0, [1, 1])):
+        pages = take(pool, 2)
+        cache.publish(chain(word), pages, now=now)
+        pool.release(reversed(pages), HoldKind.SEQUENCE)
+    for now in (1.0, 2.0, 3.0):
+        pages = cache.hold_prefix(chain([0, 0]), 2, now=now)
+        pool.release(reversed(pages), HoldKind.SEQUENCE)
+    sizes = []
+    while cache.evict(11.0):
+        sizes.append((cache.depth(chain([0, 0])), cache.depth(chain([1, 1]))))
+    assert sizes == [(2, 1), (2, 0), (1, 0), (0, 0)]
+
+
+def test_retained_pages_go_last_and_only_while_they_are_retained() -> None:
+    for now, expected in ((50.0, [(2, 1), (2, 0), (1, 0), (0, 0)]), (70.0, [(1, 2), (0, 2)])):
+        pool, cache = published([])
+        for at, word, until in ((0.0, [0, 0], 60.0), (10.0, [1, 1], 0.0)):
+            pages = take(pool, 2)
+            cache.publish(chain(word), pages, now=at, retain_until=until)
+            pool.release(reversed(pages), HoldKind.SEQUENCE)
+        sizes = []
+        while cache.evict(now):
+            sizes.append((cache.depth(chain([0, 0])), cache.depth(chain([1, 1]))))
+        assert sizes[: len(expected)] == expected
+
+
+def test_a_hit_prolongs_a_retention_and_never_shortens_it() -> None:
+    pool, cache = published([])
+    pages = take(pool, 1)
+    cache.publish(chain([0]), pages, now=0.0, retain_until=60.0)
+    pool.release(pages, HoldKind.SEQUENCE)
+    for until in (100.0, 0.0):
+        pages = cache.hold_prefix(chain([0]), 1, now=5.0, retain_until=until)
+        pool.release(pages, HoldKind.SEQUENCE)
+    other = take(pool, 1)
+    cache.publish(chain([1]), other, now=80.0)
+    pool.release(other, HoldKind.SEQUENCE)
+    assert cache.evict(90.0)
+    assert (cache.depth(chain([0])), cache.depth(chain([1]))) == (1, 0)
+
+
+def test_the_heaps_stay_small_however_often_a_page_is_used() -> None:
+    pool, cache = published([[0], [1]])
+    for _ in range(1000):
+        pages = cache.hold_prefix(chain([0]), 1)
+        pool.release(pages, HoldKind.SEQUENCE)
+        cache._take_idled()
+    assert len(cache._ripe) <= 4 * pool.num_pages + 1
+    assert cache.evict()
+    assert cache.evict()
+    assert not cache.evict()
+
+
+def test_sources_are_counted_for_who_waited_for_them() -> None:
+    pool, cache = published([[0]])
+    pages = take(pool, 2)
+    cache.publish(chain([0, 1, 1]), pages, first=1, source="disk", now=50.0)
+    assert cache.count_sources(chain([0, 1, 1]), since=40.0) == {"disk": 2}
+    assert cache.count_sources(chain([0, 1, 1]), since=51.0) == {}
+
+
+def test_a_tenants_pages_are_forgotten_and_no_others() -> None:
+    pool, cache = published([])
+    for word, owner in (([0, 0], b"a"), ([1, 1], b"b")):
+        pages = take(pool, 2)
+        cache.publish(chain(word), pages, whose=Provenance(b"root", owner))
+        pool.release(reversed(pages), HoldKind.SEQUENCE)
+    assert cache.forget_owner(b"a") == 2
+    assert [(page.parent, page.depth) for page in cache.contents()] == [
+        (b"root", 0),
+        (chain([1])[0], 1),
+    ]
+    assert all(page.owner == b"b" for page in cache.contents())
