@@ -223,13 +223,17 @@ class SharedArenaTier:
         self, record: PageRecord, payload: memoryview, deadline: float, now: int
     ) -> Status | None:
         """None: it is held already."""
+        table = self._table
+        if table is not None and table.find(record.key) is not None and time.monotonic() < deadline:
+            return None  # without a checksum and without the lock
         header = encode_header(record, payload, layout=self._layout)
-        with self._change(deadline) as table:
-            if isinstance(table, Status):
-                return table
-            if table.find(record.key) is not None:
+        with self._change(deadline) as changing:
+            if isinstance(changing, Status):
+                return changing
+            if changing.find(record.key) is not None:
                 return None
-            return Status.OK if table.fill(record.key, header, payload, now) else Status.NOSPACE
+            is_kept = changing.fill(record.key, header, payload, now)
+            return Status.OK if is_kept else Status.NOSPACE
 
     @contextmanager
     def _change(self, deadline: float) -> Iterator[Table | Status]:

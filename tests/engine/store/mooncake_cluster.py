@@ -26,10 +26,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-RPC_PORT, ADMIN_PORT = 51051, 9003
-URL = f"mooncake://127.0.0.1:{RPC_PORT}?segment_mb=0"
 CLIENT_TTL_S = 3  # the master forgets an owner that says nothing for so long
 PATIENCE_S = 30.0
 LASTING_MB = 16  # the least that Mooncake takes
@@ -104,8 +103,10 @@ class Inside:
 class Cluster:
     """A master, and owners that give it memory. stop() ends all that was started."""
 
-    def __init__(self, network: Network, folder: Path) -> None:
+    def __init__(self, network: Network, folder: Path, *, port: int = 51051) -> None:
         self.network = network
+        self.url = f"mooncake://127.0.0.1:{port}?segment_mb=0&admin_port={port + 1}"
+        self._port = port
         self._folder = folder
         self._processes: list[subprocess.Popen[str]] = []
 
@@ -115,9 +116,9 @@ class Cluster:
                 [
                     Path(sys.executable).with_name("mooncake_master"),
                     "--rpc_address=127.0.0.1",
-                    f"--rpc_port={RPC_PORT}",
+                    f"--rpc_port={self._port}",
                     "--metrics_host=127.0.0.1",
-                    f"--metrics_port={ADMIN_PORT}",
+                    f"--metrics_port={self._port + 1}",
                     f"--client_ttl={CLIENT_TTL_S}",
                 ],
                 stdin=subprocess.DEVNULL,
@@ -127,13 +128,13 @@ class Cluster:
                 cwd=self._folder,
             )
             self._processes.append(master)
-            until(lambda: _is_open(RPC_PORT) and _is_open(ADMIN_PORT))
+            until(lambda: _is_open(self._port) and _is_open(self._port + 1))
         return master
 
     def owner(self, megabytes: int = 24) -> subprocess.Popen[str]:
         with self.network.inside():
             owner = subprocess.Popen(
-                [sys.executable, "-c", OWNER, str(megabytes << 20), f"127.0.0.1:{RPC_PORT}"],
+                [sys.executable, "-c", OWNER, str(megabytes << 20), f"127.0.0.1:{self._port}"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -147,7 +148,7 @@ class Cluster:
     def ask(self, path: str) -> str:
         """The master's admin port."""
         with self.network.inside():
-            connection = http.client.HTTPConnection("127.0.0.1", ADMIN_PORT, timeout=PATIENCE_S)
+            connection = http.client.HTTPConnection("127.0.0.1", self._port + 1, timeout=PATIENCE_S)
             connection.request("GET", path)
             answer = connection.getresponse().read().decode()
             connection.close()
@@ -161,7 +162,7 @@ class Cluster:
             client = MooncakeDistributedStore()
             assert (
                 client.setup(
-                    "127.0.0.1", "P2PHANDSHAKE", 0, 1 << 24, "tcp", "", f"127.0.0.1:{RPC_PORT}"
+                    "127.0.0.1", "P2PHANDSHAKE", 0, 1 << 24, "tcp", "", f"127.0.0.1:{self._port}"
                 )
                 == 0
             )
@@ -183,29 +184,34 @@ class Memory:
     def __init__(
         self, cluster: Cluster, owner: subprocess.Popen[str], client: Any, megabytes: int
     ) -> None:
-        assert client.put("probe", b"probe" * 100) == 0
-        found = json.loads(cluster.ask("/query_key?key=probe"))
-        address = found["data"][0]["buffer_address_"]
-        assert client.remove("probe", True) == 0
+        piece, addresses = 1 << 18, []
+        names = [f"probe{at}" for at in range((megabytes << 20) // piece)]
+        for name in names:  # until it is full: these lie from its start to its end
+            if client.put(name, b"probe" * (piece // 5)) == 0:
+                found = json.loads(cluster.ask(f"/query_key?key={name}"))
+                addresses.append(found["data"][0]["buffer_address_"])
+        client.remove_by_regex("probe.*", True)
+        assert len(addresses) > len(names) // 2
         for line in Path(f"/proc/{owner.pid}/maps").read_text().splitlines():
             match = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
             assert match is not None
             start, end = (int(part, 16) for part in match.groups())
-            if start <= address < end:
-                self._start = start
-                self._size = end - start
-        assert self._size >= megabytes << 20
-        self._zeroes = 0
+            if start <= addresses[0] < end:
+                self._start = max(start, min(addresses) - piece)
+                self._size = min(end, max(addresses) + 2 * piece) - self._start
         self._path = f"/proc/{owner.pid}/mem"
+        self._zeroes = 0
+        self._copy = memoryview(bytearray(self._size))
+        self._surely = (min(addresses), max(addresses) + piece // 5 * 5)
 
     def read(self) -> bytes:
         """Without the zeroes around."""
         with open(self._path, "rb", 0) as memory:
-            memory.seek(self._start)
-            data = memory.read(self._size).rstrip(b"\0")
-        used = data.lstrip(b"\0")
-        self._zeroes = len(data) - len(used)
-        return used
+            assert os.preadv(memory.fileno(), [self._copy], self._start) == self._size
+        used = np.flatnonzero(np.frombuffer(self._copy, np.uint64))
+        first, last = (int(used[0]), int(used[-1])) if len(used) else (0, -1)
+        self._zeroes = 8 * first
+        return bytes(self._copy[8 * first : 8 * last + 8])
 
     def write(self, at: int, data: bytes) -> None:
         """at: an offset into what was read last."""
@@ -215,8 +221,9 @@ class Memory:
 
     def clear(self) -> None:
         with open(self._path, "r+b", 0) as memory:
-            memory.seek(self._start)
-            memory.write(bytes(self._size))
+            start, end = self._surely
+            memory.seek(start)
+            memory.write(bytes(end - start))
 
 
 @functools.cache
@@ -228,7 +235,7 @@ def network() -> Network:
 def lasting_cluster() -> tuple[Cluster, Memory, Any]:
     """One for the whole run, with a small owner, and a client to clear it."""
     folder = tempfile.TemporaryDirectory()
-    cluster = Cluster(network(), Path(folder.name))
+    cluster = Cluster(network(), Path(folder.name), port=51061)
     atexit.register(folder.cleanup)
     atexit.register(cluster.stop)
     cluster.master()

@@ -22,8 +22,6 @@ from engine.store.tier import Status
 from tests.engine.store.mooncake_cluster import (
     CLIENT_TTL_S,
     PATIENCE_S,
-    RPC_PORT,
-    URL,
     Cluster,
     Inside,
     network,
@@ -90,7 +88,7 @@ def test_without_mooncake_the_error_says_what_to_install(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(mooncake.importlib, "import_module", refuse)
     with pytest.raises(ConfigError, match=r"libibverbs\.so\.1.*pip install 'kagari\[mooncake\]'"):
-        MooncakeTier(URL, LAYOUT)
+        MooncakeTier("mooncake://127.0.0.1:50051", LAYOUT)
 
 
 # --- a real cluster -----------------------------------------------------------------------------
@@ -104,9 +102,9 @@ class Lab:
         self._stack = ExitStack()
         self._stack.callback(self.cluster.stop)
 
-    def tier(self, url: str = URL, *, joined: bool = True) -> Any:
+    def tier(self, url: str | None = None, *, joined: bool = True) -> Any:
         with self.cluster.network.inside():
-            tier = MooncakeTier(url, LAYOUT)
+            tier = MooncakeTier(url or self.cluster.url, LAYOUT)
         self._stack.callback(tier.close)
         assert not joined or tier.wait_joined(soon())
         return Inside(self.cluster.network, tier)
@@ -175,7 +173,7 @@ def test_a_node_finds_what_another_process_put_and_purges_it_after_that_is_gone(
 import os, time
 from engine.store.mooncake import MooncakeTier
 from tests.engine.store.tier_factories import LAYOUT, OWNERS, key_of, payload_of, record_of
-tier = MooncakeTier({URL!r}, LAYOUT)
+tier = MooncakeTier({lab.cluster.url!r}, LAYOUT)
 assert tier.wait_joined(time.monotonic() + 30)
 for owner, numbers in zip(OWNERS, ((1, 2), (3, 4))):
     payloads = [memoryview(payload_of(key_of(number))) for number in numbers]
@@ -197,7 +195,7 @@ os._exit(0)
 def test_a_purge_that_cannot_list_the_store_says_so(lab: Lab) -> None:
     lab.cluster.master()
     lab.cluster.owner()
-    tier = lab.tier(f"{URL}&admin_port=9004")
+    tier = lab.tier(lab.cluster.url.replace("admin_port=51052", "admin_port=51053"))
     assert put(tier, 1) == [OK]
     assert tier.purge(OWNERS[0], soon()) is Status.UNAVAILABLE
 
@@ -304,7 +302,7 @@ def test_a_full_store_has_no_room_and_what_it_holds_is_right(lab: Lab) -> None:
 
 def test_a_segment_of_ones_own_is_given_back_when_the_tier_closes(lab: Lab) -> None:
     lab.cluster.master()
-    tier = lab.tier(f"mooncake://127.0.0.1:{RPC_PORT}?segment_mb=16")
+    tier = lab.tier(lab.cluster.url.replace("segment_mb=0", "segment_mb=16"))
     assert put(tier, 1) == get(tier, 1) == [OK]
     assert lab.cluster.ask("/get_all_segments").strip()
     tier.close()
@@ -321,7 +319,7 @@ import time
 from engine.store.guard import Guard
 from engine.store.mooncake import MooncakeTier
 from tests.engine.store.tier_factories import LAYOUT, key_of
-tier = MooncakeTier({URL!r}, LAYOUT)
+tier = MooncakeTier({lab.cluster.url!r}, LAYOUT)
 assert tier.wait_joined(time.monotonic() + 30)
 guard = Guard(tier)
 view = memoryview(bytearray(LAYOUT.page_bytes))

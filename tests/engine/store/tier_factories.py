@@ -21,7 +21,7 @@ from engine.store.page_codec import PageLayout
 from engine.store.shared_arena import SharedArenaTier
 from engine.store.slot_file import FILE_NAME, SlotFileTier
 from engine.store.tier import PageRecord, Tier
-from tests.engine.store.mooncake_cluster import URL, Inside, lasting_cluster
+from tests.engine.store.mooncake_cluster import Inside, lasting_cluster
 
 # Whole blocks, so that aligned memory is read into directly; ODD_LAYOUT's pages end within one.
 LAYOUT = PageLayout("bf16", num_layers=2, num_kv_heads=2, page_size=16, head_dim=64)
@@ -162,7 +162,7 @@ def mooncake(folder: Path, capacity: int) -> Rig:
     client.remove_by_regex(".*", True)
     memory.clear()
     with cluster.network.inside():
-        tier = MooncakeTier(URL, LAYOUT)
+        tier = MooncakeTier(cluster.url, LAYOUT)
         assert tier.wait_joined(time.monotonic() + 30)
     walled: Tier = Inside(cluster.network, tier)  # type: ignore[assignment]
     return Rig(walled, LAYOUT, memory.read, memory.write, is_exact=False)
