@@ -141,6 +141,7 @@ class SlotFileTier:
             if Status.TIMEOUT in _each(self._readers, jobs):
                 return Status.TIMEOUT
             status = self._places.purge(owner, self._wipe, deadline)
+            self._idle_buffers.clear()  # pages went through them
             return self._sync_until(deadline) if status is Status.OK else status
 
     def flush(self, deadline: float) -> Status:
