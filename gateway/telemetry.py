@@ -56,6 +56,13 @@ METRICS = (
         ("model",),
         "Billed prompt tokens that were reused.",
     ),
+    MetricRow(
+        "kagari_cached_tier_tokens",
+        "counter",
+        "tokens",
+        ("model", "tier"),
+        "The same by the tier that held them.",
+    ),
     MetricRow("kagari_completion_tokens", "counter", "tokens", ("model",), "Tokens billed."),
     MetricRow("kagari_requests_in_flight", "gauge", "requests", (), "Admitted, not ended."),
     MetricRow("kagari_reserved_tokens", "gauge", "tokens", (), "Tokens reserved by admission."),

@@ -1,8 +1,9 @@
-"""Which pages an engine holds, told by its page events, with gaps noticed and bounds kept."""
+"""Which pages an engine holds, told by its page events, with gaps noticed and bounds kept; and how
+a hit is told by tier."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import compress
 
 from policies.contract.page_keys import EVENT_KEY_BYTES
@@ -11,11 +12,14 @@ from policies.contract.wire import (
     PageEvents,
     PageRemoved,
     PageStored,
+    Started,
     Tier,
+    Usage,
 )
 
 _BIT: dict[Tier, int] = {"device": 1, "host": 2, "disk": 4, "cluster": 8}
 _TIER_BY_BIT = {bit: tier for tier, bit in _BIT.items()}
+TIERS = tuple(_BIT)  # fastest first
 
 
 def event_keys(page_keys: Iterable[bytes]) -> list[bytes]:
@@ -23,6 +27,25 @@ def event_keys(page_keys: Iterable[bytes]) -> list[bytes]:
     keys = [key[:EVENT_KEY_BYTES] for key in page_keys]
     keys.reverse()
     return keys
+
+
+def tokens_by_tier(
+    cached: int, slower: Mapping[Tier, int], *, slowest: str = "device"
+) -> dict[str, int]:
+    """Cached tokens by the tier that held them: `slower` as told, the rest was on the device.
+
+    Where no split was told, or one that cannot be, all count as the slowest tier's.
+    """
+    told: dict[str, int] = {tier: tokens for tier, tokens in slower.items() if tokens > 0}
+    rest = cached - sum(told.values())
+    if not told or rest < 0:
+        return {slowest: cached} if cached > 0 else {}
+    return ({"device": rest} if rest else {}) | told
+
+
+def slower_tokens(told: Usage | Started) -> dict[Tier, int]:
+    """The split of a usage, or of a start."""
+    return {"host": told.host_tokens, "disk": told.disk_tokens, "cluster": told.cluster_tokens}
 
 
 class Residency:
@@ -48,6 +71,32 @@ class Residency:
         held = self._tiers_by_key.__contains__
         depths = range(len(deepest_first), 0, -1)
         return next(compress(depths, map(held, deepest_first)), 0)
+
+    def reach(
+        self, deepest_first: Sequence[bytes], tiers: Collection[Tier] = TIERS
+    ) -> list[tuple[Tier, int]]:
+        """How far a prompt's prefix reaches as ever slower ones of these tiers are asked, in pages.
+
+        The fastest first: [("device", 3), ("disk", 16)] means that pages 3 to 15 are on disk only.
+        Of several that hold a page the fastest counts.
+        """
+        wanted = sum([_BIT[tier] for tier in tiers])
+        runs: list[tuple[Tier, int]] = []
+        fastest = wanted + 1
+        held = self._tiers_by_key
+        depths = range(len(deepest_first), 0, -1)
+        for depth, key in compress(
+            zip(depths, deepest_first, strict=True), map(held.__contains__, deepest_first)
+        ):
+            bits = held[key] & wanted
+            bit = bits & -bits  # the lowest: a faster tier has a lower bit
+            if bit and bit < fastest:
+                runs.append((_TIER_BY_BIT[bit], depth))
+                if bit == 1:
+                    break
+                fastest = bit
+        runs.reverse()
+        return runs
 
     def tiers(self, key: bytes) -> tuple[Tier, ...]:
         """Where the page with this 16-byte key is, fastest first."""

@@ -151,6 +151,7 @@ class Fleet:
         flow.tried.append(node.node_id)
         flow.decision = decision
         flow.cached_tokens = None
+        flow.cached_by_tier = {}
         flow.prompt_logprobs = []
         engine.credit(flow, decision.chosen.uncached_tokens)
         node.session.submit(flow, chosen.engine, flow.deadline - now)

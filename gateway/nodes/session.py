@@ -16,6 +16,7 @@ from policies.contract.wire import (
     Started,
     Step,
 )
+from policies.residency import slower_tokens, tokens_by_tier
 
 MAX_ACKS_A_FRAME = 1024
 
@@ -146,7 +147,9 @@ class Session:
             flow = lane.flow
             flow.cached_tokens = event.cached_tokens
             flow.queue_s = event.queue_s
-            flow.tier = event.tier
+            flow.cached_by_tier = tokens_by_tier(
+                event.cached_tokens, slower_tokens(event), slowest=event.tier
+            )
 
     def on_logprobs(self, event: Logprobs | PromptLogprobs) -> None:
         lane = self.live.get(event.lane)
@@ -164,6 +167,7 @@ class Session:
         if lane is not None:
             self.acknowledge(lane.flow.dispatch.request_id, lane.flow.attempt, number)
             self._release(lane)
+            self._count_tiers(lane, event.usage)
             return lane
         record = self.ending.pop(number, None)
         if record is None:
@@ -172,6 +176,13 @@ class Session:
             self.acknowledge(*record, number)
             self._free.append(number)
         return None
+
+    def _count_tiers(self, lane: Lane, usage: wire.Usage) -> None:
+        """The first lane's end knows the split for certain; a start may have told the slowest."""
+        flow = lane.flow
+        slower = slower_tokens(usage)
+        if lane.index == 0 and usage.cached_tokens == flow.cached_tokens and any(slower.values()):
+            flow.cached_by_tier = tokens_by_tier(usage.cached_tokens, slower)
 
     def acknowledge(self, request_id: str, attempt: int, number: int) -> None:
         """The node may forget this final usage; sent in batches by flush_acks."""

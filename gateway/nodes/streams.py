@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -124,6 +124,7 @@ class Flow:
 
     __slots__ = (
         "attempt",
+        "cached_by_tier",
         "cached_tokens",
         "credit",
         "credit_report",
@@ -139,7 +140,6 @@ class Flow:
         "prompt_logprobs",
         "queue_s",
         "session",
-        "tier",
         "tried",
         "waiter",
     )
@@ -157,7 +157,7 @@ class Flow:
         self.prompt_logprobs: list[TokenLogprob] = []
         self.cached_tokens: int | None = None
         self.queue_s = 0.0
-        self.tier = "device"
+        self.cached_by_tier: dict[str, int] = {}
         self.attempt = 0
         self.tried: list[str] = []  # node ids in order, this one last
         self.home: str | None = None  # before this request
@@ -260,9 +260,9 @@ class Stream:
         return self._flow.queue_s
 
     @property
-    def tier(self) -> str:
-        """Slowest tier the hit came from."""
-        return self._flow.tier
+    def cached_by_tier(self) -> Mapping[str, int]:
+        """The cached tokens by the tier that held them."""
+        return self._flow.cached_by_tier
 
     @property
     def produced(self) -> int:

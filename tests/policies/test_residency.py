@@ -76,6 +76,39 @@ def test_doubled_frames_change_nothing(frame: list[PageEvent], data: st.DataObje
         assert once.tiers(key) == twice.tiers(key)
 
 
+@given(
+    st.lists(events, max_size=40),
+    st.lists(st.sampled_from(TIERS), min_size=1, max_size=4, unique=True),
+)
+def test_reach_says_which_tier_takes_the_prefix_how_far(
+    told: list[PageEvent], wanted: list[Tier]
+) -> None:
+    """By the definition: a page is fetched from the fastest tier that reaches at least so far."""
+    residency, model = Residency(100), Model()
+    residency.apply(PageEvents(0, 0, told))
+    for event in told:
+        model.take(event)
+    depth = {
+        tier: max([i + 1 for i, key in enumerate(EVENT_CHAIN) if (key, tier) in model.held] or [0])
+        for tier in TIERS
+    }
+    runs = residency.reach(event_keys(CHAIN), wanted)
+    assert [tier for tier, _ in runs] == sorted([tier for tier, _ in runs], key=TIERS.index)
+    for page in range(len(CHAIN)):
+        by_runs = next((tier for tier, end in runs if end > page), None)
+        assert by_runs == next((t for t in TIERS if t in wanted and depth[t] > page), None)
+
+
+def test_every_eighth_page_of_a_disk_proves_the_chain() -> None:
+    residency = Residency(1000)
+    chain = [page_key(name) for name in range(40)]
+    residency.apply(PageEvents(0, 0, [PageStored(key[:16]) for key in chain[:5]]))
+    residency.apply(PageEvents(0, 5, [PageStored(key[:16], "disk") for key in chain[7::8]]))
+    assert residency.reach(event_keys(chain)) == [("device", 5), ("disk", 40)]
+    assert residency.reach(event_keys(chain[:39])) == [("device", 5), ("disk", 32)]
+    assert residency.reach(event_keys(chain), ("device", "host")) == [("device", 5)]
+
+
 def test_a_lost_event_in_the_middle_does_not_shorten_the_hit() -> None:
     """A lookup of the leading run stops at the first hole: 10 % loss cost 25 % of the hits."""
     residency = Residency(100)
