@@ -56,6 +56,7 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     prompts: int = 256  # of one request to /v1/completions
     max_completion_tokens: int | None = None  # on top of the model's own room
     request_deadline_s: float = 600.0
+    retention_s: float = 86_400.0  # of a hint; one that asks for more is clipped
 
 
 class StreamConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -303,6 +304,10 @@ def _check(config: GatewayConfig) -> None:
     for name, value in positive.items():
         if not value > 0:
             raise ConfigError(name, str(value), "a number above 0", "Raise it.")
+    if not config.limits.retention_s >= 0:
+        raise ConfigError(
+            "limits.retention_s", str(config.limits.retention_s), "0 or more", "0 obeys no hint."
+        )
     for key in IdempotencyConfig.__struct_fields__:
         value = getattr(config.idempotency, key)
         if not value >= 0:

@@ -12,6 +12,7 @@ from gateway.api.choice import Choice, Echo
 from gateway.api.completion_run import CompletionRun, Part
 from gateway.api.exchange import Exchange, dice
 from gateway.api.models import find_model, window_of
+from gateway.api.retention import Retention
 from gateway.api.sampling_request import SamplingRequest
 from gateway.api.time_limit import TimeLimit
 from gateway.api.tools_request import NO_TOOLS, ToolsRequest
@@ -72,6 +73,7 @@ async def begin(
     *,
     prompts: Sequence[Prompt],
     sampling: SamplingRequest,
+    retention: Retention,
     hints: BodyHints,
     tools: ToolsRequest = NO_TOOLS,
 ) -> CompletionRun:
@@ -84,6 +86,7 @@ async def begin(
     limits = [_max_tokens(services, served, prompt, sampling.max_tokens) for prompt in prompts]
     if sampling.max_tokens is not None and sampling.max_tokens > min(limits):
         exchange.common_headers.append(_clipped(sampling.max_tokens, limits))
+    exchange.common_headers += retention.headers()
     for prompt, max_tokens in zip(prompts, limits, strict=True):
         shed = services.admission.reserve(
             ticket, prompt_tokens=len(prompt.ids), max_tokens=max_tokens, choices=sampling.n
@@ -128,6 +131,7 @@ async def begin(
             affinity_key=session,
             n=sampling.n,
             compute=info.compute,
+            retention_s=retention.seconds,
         )
         choices = [
             Choice(

@@ -91,7 +91,8 @@ def _verify(
         *figures,
     ) in connection.execute(
         "SELECT request_id, boot, status, prompt_tokens, cached_tokens, completion_tokens,"
-        " tiers, rate_input, rate_cached, rate_output, charge_nano_usd, saved_nano_usd FROM requests"
+        " tiers, rate_input, rate_cached, rate_output, charge_nano_usd, saved_nano_usd"
+        " FROM requests"
     ):
         rows += 1
         rates, charged, discounted = Rates(*figures[:3]), figures[3], figures[4]

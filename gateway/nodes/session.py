@@ -67,6 +67,7 @@ class Session:
             salt=dispatch.salt,
             sampling=dispatch.sampling,
             deadline_s=deadline_s,
+            retention_s=dispatch.retention_s,
         )
         self.outbox.send_submit(flow.lanes[0].number, wire.encode(message))
 

@@ -41,6 +41,7 @@ class Dispatch:
     affinity_key: bytes | None
     n: int = 1  # lanes: they share the prompt and differ by their noise
     compute: str = "exact"  # of the engine, as announced when the request came
+    retention_s: float | None = None  # how long the client asks its pages to stay
 
 
 class Burst(Struct, frozen=True, gc=False):

@@ -137,10 +137,9 @@ def test_the_faster_tier_wins_among_equal_prefixes() -> None:
 def test_a_prefix_in_a_slower_tier_never_makes_a_node_dearer(
     reaches: list[Reach], rate: float
 ) -> None:
-    cold, warm = (
-        score([node("a", tokens_per_s=rate)], wanted(), lambda one: told, PARAMETERS)[0]
-        for told in ([], reaches)
-    )
+    nodes = [node("a", tokens_per_s=rate)]
+    (cold,) = score(nodes, wanted(), lambda one: [], PARAMETERS)
+    (warm,) = score(nodes, wanted(), lambda one: reaches, PARAMETERS)
     assert warm.cost_s <= cold.cost_s + 1e-9
 
 
