@@ -23,9 +23,12 @@ from node_agent.engine_socket import EngineSocket
 from node_agent.errors import NodeError
 from node_agent.outbox import EngineOutbox
 from policies.contract.wire import (
+    Drain,
     EngineInfo,
     EngineNews,
     EngineUp,
+    PinResult,
+    PurgeResult,
     UsageRecord,
     decode_from_engine,
 )
@@ -68,6 +71,7 @@ class EngineListener(Protocol):
     def on_up(self, index: int, up: EngineUp) -> None: ...
     def on_news(self, index: int, news: EngineNews) -> None: ...
     def on_usage(self, index: int, record: UsageRecord) -> None: ...
+    def on_result(self, index: int, result: PinResult | PurgeResult) -> None: ...
     def on_step(self, index: int, channel: int, message: bytes) -> None: ...
     def on_lost(self, index: int, reason: str) -> None: ...
 
@@ -109,6 +113,8 @@ class EngineSupervisor:
         self._heard_at = 0.0
         self._step_age_s = 0.0  # when last heard of
         self._was_up = False  # in any life
+        self._is_finishing = False
+        self._finished = asyncio.Event()  # the process ended after that, and was reaped
         self._last_words: deque[str] = deque(maxlen=LAST_WORDS)
         self._log = structlog.get_logger().bind(engine=index)
 
@@ -126,6 +132,19 @@ class EngineSupervisor:
         if self.pid is not None:
             _signal_group(self.pid, signal.SIGKILL)
 
+    async def finish(self, timeout_s: float) -> None:
+        """Have a loaded engine put its pages on disk and end by itself: it is not started again.
+
+        It is given timeout_s; one without a disk tier has nothing to put anywhere.
+        """
+        if self.info is None or "disk" not in dict(self.info.tier_pages):
+            return
+        self._is_finishing = True
+        self.outbox.order(Drain(True))
+        self.pump()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._finished.wait(), timeout_s)
+
     async def run(self) -> None:
         """Until cancelled; then the process is ended first. Raises NodeError when the engine
         never comes up."""
@@ -133,6 +152,9 @@ class EngineSupervisor:
         while True:
             begun = self._clock()
             reason = await self._one_life()
+            if self._is_finishing:
+                self._finished.set()
+                await asyncio.Event().wait()  # to be cancelled
             lived_s = self._clock() - begun
             self._log.warning("engine_ended", reason=reason, lived_s=round(lived_s, 3))
             if not self._was_up:
@@ -267,6 +289,8 @@ class EngineSupervisor:
         match decoded:
             case UsageRecord():
                 self._listener.on_usage(self.index, decoded)
+            case PinResult() | PurgeResult():
+                self._listener.on_result(self.index, decoded)
             case EngineNews():
                 self._heard_at = self._clock()
                 self._step_age_s = decoded.report.step_age_s

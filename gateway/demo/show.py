@@ -149,6 +149,7 @@ def started(home: Path, environment: dict[str, str]) -> Stack:
         *("--model", MODEL),
         *("--kv-device-tokens", str(POOL_TOKENS)),
         *("--step-tokens", str(STEP_TOKENS)),
+        *("--kv-host-mb", "0", "--kv-disk-mb", "0"),  # act 4's matter: here pages leave for good
         environment=environment,
     )
 

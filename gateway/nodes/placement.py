@@ -8,6 +8,7 @@ from gateway.nodes.engines import Engine
 from gateway.nodes.node import Node
 from gateway.nodes.served import ServedModels
 from gateway.nodes.streams import Flow
+from policies.contract.wire import Tier
 from policies.homes import Homes
 from policies.routing import (
     Candidate,
@@ -22,6 +23,8 @@ from policies.routing import (
     retry_after_s,
     score,
 )
+
+CLUSTER: tuple[Tier, ...] = ("cluster",)
 
 
 class NoNode(Exception):
@@ -115,7 +118,7 @@ class Placement:
             return pick_in_turn(kept, wanted, rejected, self._turn - 1)
 
         most = max(0, wanted.prompt_tokens - 1) // served.info.page_size
-        shared = shared_depths(engines.values(), flow.keys)
+        shared = _shared_depths(engines.values(), flow.keys)
 
         def reach(candidate: Candidate) -> list[Reach]:
             engine = engines[candidate.node_id, candidate.engine]
@@ -144,7 +147,7 @@ class Placement:
         )
 
 
-def shared_depths(engines: Iterable[Engine], keys: Sequence[bytes]) -> dict[str, int]:
+def _shared_depths(engines: Iterable[Engine], keys: Sequence[bytes]) -> dict[str, int]:
     """What one engine put into the cluster store all can fetch whose pages mean the same.
 
     By layout; the keys are of one interchangeable model. In pages.
@@ -152,7 +155,7 @@ def shared_depths(engines: Iterable[Engine], keys: Sequence[bytes]) -> dict[str,
     depths: dict[str, int] = {}
     for engine in engines:
         if "cluster" in engine.fetch_rates:
-            for _, depth in engine.residency.reach(keys, ("cluster",)):
+            for _, depth in engine.residency.reach(keys, CLUSTER):
                 layout = engine.info.layout_id
                 depths[layout] = max(depth, depths.get(layout, 0))
     return depths
