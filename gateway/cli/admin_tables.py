@@ -11,6 +11,8 @@ from gateway.cli.keys import when
 from gateway.cli.tables import plain_table, print_table
 from gateway.cli.usage import usd
 
+TROUBLES = ("corrupt_pages", "timeouts")  # of a tier
+
 
 def show_keys(keys: Sequence[Any]) -> None:
     table = plain_table("id", "name", "tenant", "created", "revoked")
@@ -103,7 +105,17 @@ def _seconds(value: float | None) -> str:
 def show_nodes(nodes: Sequence[Any]) -> None:
     table = plain_table(
         *("node", "state", "in flight", "report", "model", "engine"),
-        *("waiting", "running", "backlog", "pages held", "cached", "free", "resident"),
+        *(
+            "waiting",
+            "running",
+            "backlog",
+            "pages held",
+            "cached",
+            "free",
+            "resident",
+            "pinned",
+            "slower tiers",
+        ),
     )
     for node in nodes:
         own = (
@@ -129,7 +141,18 @@ def _engine_cells(engine: Any) -> tuple[str, ...]:
         str(engine["backlog_tokens"]),
         *(str(report.get(name, "-")) for name in pages),
         str(engine["resident_pages"]),
+        str(report.get("pages_pinned", "-")),
+        ", ".join(map(_tier, report.get("tiers", ()))) or "-",
     )
+
+
+def _tier(tier: Any) -> str:
+    """Such as "disk 12/700", and what is wrong with it."""
+    total = tier["pages_total"] or "?"
+    troubles = [tier["state"]] if tier["state"] != "ok" else []
+    troubles += [f"{tier[name]} {name.removesuffix('_pages')}" for name in TROUBLES if tier[name]]
+    told = f" ({', '.join(troubles)})" if troubles else ""
+    return f"{tier['tier']} {tier['pages_used']}/{total}{told}"
 
 
 def show_drain(answer: Any) -> None:
