@@ -95,6 +95,10 @@ class ModelsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     prices_file: str | None = None  # None: the table that ships with the gateway
 
 
+class PrefixesConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    max_pages_per_tenant: int = 256  # pinned on each engine; the default pool has 1,024
+
+
 class LogConfig(Struct, frozen=True, forbid_unknown_fields=True):
     requests: bool = True  # one JSON line a request on standard error
 
@@ -110,6 +114,7 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     region: RegionConfig = RegionConfig()
     routing: RoutingConfig = RoutingConfig()
     models: ModelsConfig = ModelsConfig()
+    prefixes: PrefixesConfig = PrefixesConfig()
     log: LogConfig = LogConfig()
 
 
@@ -123,6 +128,7 @@ SECTIONS: dict[str, type[Struct]] = {
     "region": RegionConfig,
     "routing": RoutingConfig,
     "models": ModelsConfig,
+    "prefixes": PrefixesConfig,
     "log": LogConfig,
 }
 
@@ -307,6 +313,13 @@ def _check(config: GatewayConfig) -> None:
     if not config.limits.retention_s >= 0:
         raise ConfigError(
             "limits.retention_s", str(config.limits.retention_s), "0 or more", "0 obeys no hint."
+        )
+    if not config.prefixes.max_pages_per_tenant >= 0:
+        raise ConfigError(
+            "prefixes.max_pages_per_tenant",
+            str(config.prefixes.max_pages_per_tenant),
+            "0 or more",
+            "0 refuses every prefix.",
         )
     for key in IdempotencyConfig.__struct_fields__:
         value = getattr(config.idempotency, key)

@@ -314,7 +314,7 @@ class Node:
         is_known = engine is not None and engine.info is not None
         self._log.warning("order_refused", engine=order.engine, kind=type(order).__name__)
         if isinstance(order, Pin):
-            code = "engine_full" if is_known else "engine_lost"
+            code = "capacity_exceeded" if is_known else "engine_lost"
             text = f"engine {order.engine} {'does not keep up' if is_known else 'is not loaded'}"
             link.send(encode(PinResult(order.engine, order.pin_id, 0, code, text)))
 

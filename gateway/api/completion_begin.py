@@ -199,7 +199,7 @@ async def tokenised(
         ) from None
     except TextError as error:
         if error.code == "context_length_exceeded":
-            raise _too_long(served, field, error.found) from None
+            raise too_long(served, field, error.found) from None
         raise GatewayError(
             error.code if error.code in KINDS else "invalid_request",
             field=field if error.field == "prompt" else error.field,
@@ -213,7 +213,7 @@ def _max_tokens(services: Services, served: ServedModel, prompt: Prompt, asked: 
     """The room that is left, or less."""
     room = window_of(served.info) - len(prompt.ids)
     if room < 1:
-        raise _too_long(served, prompt.field, f"{len(prompt.ids)} tokens")
+        raise too_long(served, prompt.field, f"{len(prompt.ids)} tokens")
     bound = services.config.limits.max_completion_tokens
     allowed = room if bound is None else min(room, bound)
     if asked is None:
@@ -227,8 +227,8 @@ def _clipped(asked: int, limits: Sequence[int]) -> tuple[str, str]:
     return ("x-kagari-changed", f"max_tokens {shown} -> {min(limits)}")
 
 
-def _too_long(served: ServedModel, field: str, found: str) -> GatewayError:
-    """The words are those that harnesses recognise, so that they compact and do not retry."""
+def too_long(served: ServedModel, field: str, found: str) -> GatewayError:
+    """A prompt beyond the window, in words that harnesses recognise: they compact, not retry."""
     window = window_of(served.info)
     return GatewayError(
         "context_length_exceeded",

@@ -161,6 +161,57 @@ def show_drain(answer: Any) -> None:
     sys.stdout.write(f"{answer['node_id']} {done}\n")
 
 
+def show_prefixes(prefixes: Sequence[Any]) -> None:
+    table = plain_table(
+        *("id", "name", "tenant", "model", "state", "nodes", "tokens", "pages", "expires")
+    )
+    for one in prefixes:
+        pinned = sum([node["state"] == "pinned" for node in one["nodes"]])
+        table.add_row(
+            one["prefix_id"],
+            one["name"],
+            one["tenant"],
+            one["model"],
+            one["state"],
+            f"{pinned} of {len(one['nodes'])}",
+            f"{one['tokens']:,}",
+            str(one["pages"]),
+            when(one["expires_at"]),
+        )
+    print_table(table)
+
+
+def show_prefix(prefix: Any) -> None:
+    show_prefixes([prefix])
+    for node in prefix["nodes"]:
+        why = f": {node['code']}, {node['message']}" if node["code"] else ""
+        sys.stdout.write(
+            f"{node['node_id']} engine {node['engine']}: {node['state']},"
+            f" {node['pages']} pages{why}\n"
+        )
+
+
+def show_deleted(prefix: Any) -> None:
+    sys.stdout.write(f"{prefix['prefix_id']} ({prefix['name']}) is not pinned any more\n")
+
+
+def show_purge(answer: Any) -> None:
+    table = plain_table("node", "engine", "model", "state", "pages removed", "may be left in")
+    for node in answer["nodes"]:
+        table.add_row(
+            node["node_id"],
+            str(node["engine"]),
+            node["model"],
+            node["state"],
+            str(node["pages"]),
+            ", ".join(node["left"]) or "-",
+        )
+    print_table(table)
+    removed = f"{answer['pages']} pages and {answer['prefixes_removed']} prefixes"
+    rest = "nothing is left" if answer["complete"] else "the rest goes on, also for nodes away"
+    sys.stdout.write(f"{answer['tenant']}: {removed} removed; {rest}\n")
+
+
 def show_prices(answer: Any) -> None:
     table = plain_table("model", "input", "cached", "output", "date", "source")
     for name, line in [*answer["models"].items(), ("any other", answer["default"])]:

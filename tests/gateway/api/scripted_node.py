@@ -109,6 +109,10 @@ class ScriptedNode:
     wire_version: int = wire.WIRE_VERSION
     compute: wire.Compute = "exact"
 
+    orders: list[wire.Pin | wire.Unpin | wire.Purge] = field(default_factory=list)
+    pins: dict[str, tuple[bytes, int]] = field(default_factory=dict)  # id → salt, pages
+    pages_by_salt: dict[bytes, int] = field(default_factory=dict)  # what a purge finds
+    obeys: bool = True  # else it answers no order
     rules: list[tuple[str, dict[str, object]]] = field(default_factory=list)  # before messages
 
     def _rule(self, text: str) -> dict[str, object]:
@@ -183,7 +187,10 @@ class ScriptedNode:
         with suppress(ConnectionClosed):
             while True:
                 sequence += 1
-                loads = tuple(wire.EngineReport(i, "ready") for i in range(engines))
+                pinned = sum([pages for _, pages in self.pins.values()])
+                loads = tuple(
+                    wire.EngineReport(i, "ready", pages_pinned=pinned) for i in range(engines)
+                )
                 await socket.send(wire.encode(wire.Report(epoch, sequence, "ready", loads)))
                 await asyncio.sleep(0.5)
 
@@ -202,6 +209,10 @@ class ScriptedNode:
                     answer = self._answer_while_linked(socket, index, served, ids)
                     self.tasks[lane] = asyncio.create_task(answer)
                 served.busy = len(self.by_lane)
+            case wire.Pin() | wire.Unpin() | wire.Purge():
+                self.orders.append(message)
+                if self.obeys:
+                    await self._obey(socket, message)
             case wire.Abort(lanes):
                 for lane in lanes:
                     if lane in self.by_lane:  # else its end and the Abort crossed
@@ -213,6 +224,25 @@ class ScriptedNode:
                     served.finished_keep = keep
                     served.keeps[served.submit.lanes.index(lane)] = keep
                     await self._end(socket, lane, "stop")
+
+    async def _obey(
+        self, socket: ClientConnection, order: wire.Pin | wire.Unpin | wire.Purge
+    ) -> None:
+        """As an engine with room for max_pages would; pages are those of pins alone."""
+        match order:
+            case wire.Pin(engine, pin_id, prompt, salt, _, most):
+                pages = len(prompt) // 4 // PAGE_SIZE
+                if pages > most:
+                    refused = wire.PinResult(engine, pin_id, 0, "prefix_quota_exceeded", "no room")
+                    await socket.send(wire.encode(refused))
+                    return
+                self.pins[pin_id] = (salt, pages)
+                await socket.send(wire.encode(wire.PinResult(engine, pin_id, pages)))
+            case wire.Unpin(_, pin_id):
+                self.pins.pop(pin_id, None)
+            case wire.Purge(engine, purge_id, salt):
+                done = wire.PurgeResult(engine, purge_id, self.pages_by_salt.pop(salt, 0))
+                await socket.send(wire.encode(done))
 
     async def _end(self, socket: ClientConnection, lane: int, reason: wire.FinishReason) -> None:
         task = self.tasks.pop(lane, None)
