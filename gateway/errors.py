@@ -135,7 +135,7 @@ _KINDS = (
         "The tenant has a prefix of that name.",
     ),
     ErrorKind(
-        "prefix_quota_exceeded",
+        "pin_quota_exceeded",
         409,
         5004,
         "invalid_request_error",

@@ -36,7 +36,6 @@ REPORT_S = 1.0
 PARENT_S = 0.5
 PROGRESS_S = 2.0
 FLUSH_S = 1.0  # after the last stream: for its frames and their acknowledgement
-ENGINE_FLUSH_S = 2.0  # for an engine's pages to reach its disk
 POLL_S = 0.05
 
 
@@ -307,10 +306,9 @@ async def _drain(node: Node, links: list[GatewayLink], stop: StopSignals, drain_
     await _until(lambda: not len(node.streams), stop, drain_s)
     if stop.insisted.is_set():
         return
-    await asyncio.gather(
-        *(link.flushed(FLUSH_S) for link in links),
-        *(engine.finish(ENGINE_FLUSH_S) for engine in node.engines),
-    )
+    for engine in node.engines:
+        engine.drain()
+    await asyncio.gather(*(link.flushed(FLUSH_S) for link in links))
     await _until(lambda: not any(link.is_open and len(link.usage) for link in links), stop, FLUSH_S)
 
 

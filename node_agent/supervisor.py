@@ -113,8 +113,6 @@ class EngineSupervisor:
         self._heard_at = 0.0
         self._step_age_s = 0.0  # when last heard of
         self._was_up = False  # in any life
-        self._is_finishing = False
-        self._finished = asyncio.Event()  # the process ended after that, and was reaped
         self._last_words: deque[str] = deque(maxlen=LAST_WORDS)
         self._log = structlog.get_logger().bind(engine=index)
 
@@ -132,18 +130,10 @@ class EngineSupervisor:
         if self.pid is not None:
             _signal_group(self.pid, signal.SIGKILL)
 
-    async def finish(self, timeout_s: float) -> None:
-        """Have a loaded engine put its pages on disk and end by itself: it is not started again.
-
-        It is given timeout_s; one without a disk tier has nothing to put anywhere.
-        """
-        if self.info is None or "disk" not in dict(self.info.tier_pages):
-            return
-        self._is_finishing = True
-        self.outbox.order(Drain(True))
-        self.pump()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._finished.wait(), timeout_s)
+    def drain(self) -> None:
+        """Nothing more will come: the engine may begin to put its pages where they outlive it."""
+        if self.info is not None and self.outbox.order(Drain(True)):
+            self.pump()
 
     async def run(self) -> None:
         """Until cancelled; then the process is ended first. Raises NodeError when the engine
@@ -152,9 +142,6 @@ class EngineSupervisor:
         while True:
             begun = self._clock()
             reason = await self._one_life()
-            if self._is_finishing:
-                self._finished.set()
-                await asyncio.Event().wait()  # to be cancelled
             lived_s = self._clock() - begun
             self._log.warning("engine_ended", reason=reason, lived_s=round(lived_s, 3))
             if not self._was_up:

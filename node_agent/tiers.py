@@ -6,7 +6,6 @@ never meet in one file, and a node finds its own pages again.
 
 from __future__ import annotations
 
-import os
 import shutil
 from hashlib import sha256
 from pathlib import Path
@@ -72,7 +71,7 @@ def _occupied(folder: Path) -> int:
     """Bytes that the engine's earlier life has there and will use again."""
     if not folder.is_dir():
         return 0
-    return sum([entry.stat().st_blocks * 512 for entry in os.scandir(folder) if entry.is_file()])
+    return sum([path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file()])
 
 
 def _make_private(folder: Path) -> None:

@@ -35,7 +35,7 @@ class NewPrefix(Struct, frozen=True, forbid_unknown_fields=True):
     tools: tuple[dict[str, object], ...] = ()
     prompt: str | None = None
     ttl_s: Annotated[float, Meta(gt=0, le=MAX_TTL_S)] = 86_400.0
-    wait_s: Wait = 10.0
+    wait_s: Wait = 15.0
 
 
 class PrefixAnswer(Struct, frozen=True):

@@ -16,7 +16,7 @@ OWN_TENANT = "default"  # of keys that are given on the command line, which no b
 
 
 class PurgeQuery(Struct, frozen=True, forbid_unknown_fields=True):
-    wait_s: Wait = 10.0
+    wait_s: Wait = 15.0
 
 
 class PurgeAnswer(Struct, frozen=True):
@@ -40,12 +40,8 @@ async def purge_cache(services: Services, exchange: Exchange) -> None:
     tenant = await _known(services, exchange.parameters["tenant"])
     keeper = services.keeper
     purge, num_prefixes = await keeper.purge(tenant)
-
-    def answers() -> tuple[PurgedOn, ...]:
-        return tuple(keeper.purged_on(purge))
-
-    await keeper.wait(lambda: all([one.state == "purged" for one in answers()]), query.wait_s)
-    nodes = answers()
+    await keeper.wait(lambda: keeper.is_answered(purge), query.wait_s)
+    nodes = tuple(keeper.purged_on(purge))
     complete = all([one.state == "purged" for one in nodes])
     exchange.notes.update(purge_id=purge.purge_id, tenant=tenant, complete=complete)
     await exchange.reply_json(

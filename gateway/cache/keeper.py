@@ -134,7 +134,7 @@ class Keeper:
         pinned = sum([one.pages for one in alike if one.model == prefix.model])
         if pinned + prefix.pages > self._max_pages:
             raise GatewayError(
-                "prefix_quota_exceeded",
+                "pin_quota_exceeded",
                 field="messages" if prefix.prompt is None else "prompt",
                 found=f"{prefix.pages} pages beside {pinned} that tenant has pinned of this model",
                 allowed=f"{self._max_pages} pages of a tenant on each engine",
@@ -142,7 +142,7 @@ class Keeper:
             )
         if len(self._prefixes) >= MAX_PREFIXES:
             raise GatewayError(
-                "prefix_quota_exceeded",
+                "pin_quota_exceeded",
                 found=f"{len(self._prefixes)} prefixes",
                 allowed=f"{MAX_PREFIXES} of one gateway",
                 remedy="delete some",
@@ -206,6 +206,16 @@ class Keeper:
         """What each engine of a node that is or lately was linked says."""
         return [self._purged_on(purge, place) for place in self._fleet.places(linked=False)]
 
+    def is_answered(self, purge: Purge) -> bool:
+        """Every engine that can answer now has, one way or the other."""
+        return all(
+            [
+                self._purged_on(purge, place).state != "pending"
+                for place in self._fleet.places()
+                if place.speaks
+            ]
+        )
+
     def _purged_on(self, purge: Purge, place: Place) -> PurgedOn:
         told = self._told.get((purge.purge_id, place.node_id, place.index))
         answer = told.answer if told is not None else None
@@ -234,6 +244,8 @@ class Keeper:
         told = self._told.get((order_id, node_id, answer.engine))
         if told is None:
             return
+        if isinstance(answer, PinResult) and answer.code:
+            answer = msgspec.structs.replace(answer, code=_told_code(answer.code))
         told.answer, told.answered_at = answer, self._clock()
         purge = self._purges.get(order_id)
         if purge is not None and isinstance(answer, PurgeResult) and not answer.left:
@@ -358,6 +370,19 @@ class Keeper:
             except BaseException:
                 self._is_saved = False
                 raise
+
+
+# Names that engines use between themselves, and what the operator is told instead.
+CODE_BY_ENGINES = {
+    "pool_too_small": "pin_quota_exceeded",
+    "pin_failed": "capacity_exceeded",
+    "invalid_submit": "invalid_request",
+}
+
+
+def _told_code(code: str) -> str:
+    told = CODE_BY_ENGINES.get(code, code)
+    return told if told in KINDS else "engine_error"
 
 
 TOO_OLD = "the node's version knows no prefixes; upgrade it"

@@ -248,7 +248,7 @@ def prefixes_create(
     ],
     tenant: Annotated[str, typer.Option(help="Whose requests share it.")] = "default",
     ttl_s: Annotated[float, typer.Option(help="Seconds to keep it.")] = 86_400.0,
-    wait_s: Annotated[float, typer.Option(help="Longest wait for the nodes' answers.")] = 10.0,
+    wait_s: Annotated[float, typer.Option(help="Longest wait for the nodes' answers.")] = 15.0,
     as_json: AsJson = False,
 ) -> None:
     """Pin a prompt on every node that serves the model, and on those that join later."""
@@ -276,7 +276,7 @@ def prefixes_delete(context: typer.Context, prefix_id: str, as_json: AsJson = Fa
 def purge(
     context: typer.Context,
     tenant: str,
-    wait_s: Annotated[float, typer.Option(help="Longest wait for the nodes' answers.")] = 10.0,
+    wait_s: Annotated[float, typer.Option(help="Longest wait for the nodes' answers.")] = 15.0,
     as_json: AsJson = False,
 ) -> None:
     """Remove a tenant's pages from all tiers of all nodes. Exit 1 while something may be left."""

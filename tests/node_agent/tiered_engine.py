@@ -1,13 +1,14 @@
 """An engine process of the tests with a disk tier: it knows no model, only pins, purges, a drain.
 
-    python tiered_engine.py FILE [--stubborn] … --engine-index N --fd FD
+    python tiered_engine.py FILE … --engine-index N --fd FD
 
-What comes is told in FILE, a line each. A drain ends it, unless it is stubborn.
+What comes is told in FILE, a line each.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import socket
 from pathlib import Path
 
@@ -16,11 +17,11 @@ from policies.contract import wire
 
 parser = argparse.ArgumentParser()
 parser.add_argument("file", type=Path)
-parser.add_argument("--stubborn", action="store_true")
 parser.add_argument("--engine-index", type=int, required=True)
 parser.add_argument("--fd", type=int, required=True)
 options, _ = parser.parse_known_args()
 
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end of its socket ends it
 sock = socket.socket(fileno=options.fd)
 index = options.engine_index
 
@@ -51,5 +52,3 @@ while data := sock.recv(1 << 16):
                 send(wire.PinResult(index, pin_id, len(message.prompt) // 4 // 16))
             case wire.Purge(purge_id=purge_id):
                 send(wire.PurgeResult(index, purge_id, 3))
-            case wire.Drain() if not options.stubborn:
-                raise SystemExit(0)

@@ -80,7 +80,7 @@ def test_a_node_that_has_no_room_says_so(gateway, admin) -> None:
     many = {**NEW, "messages": None, "prompt": "x" * 16 * 200}
     assert admin.post("/admin/v1/prefixes", json=many).json()["state"] == "pinned"
     over = admin.post("/admin/v1/prefixes", json={**many, "name": "b"})
-    assert (over.status_code, over.json()["error"]["code"]) == (409, "prefix_quota_exceeded")
+    assert (over.status_code, over.json()["error"]["code"]) == (409, "pin_quota_exceeded")
     assert "200 pages beside 200" in over.json()["error"]["found"]
 
 

@@ -233,7 +233,7 @@ class ScriptedNode:
             case wire.Pin(engine, pin_id, prompt, salt, _, most):
                 pages = len(prompt) // 4 // PAGE_SIZE
                 if pages > most:
-                    refused = wire.PinResult(engine, pin_id, 0, "prefix_quota_exceeded", "no room")
+                    refused = wire.PinResult(engine, pin_id, 0, "pin_quota_exceeded", "no room")
                     await socket.send(wire.encode(refused))
                     return
                 self.pins[pin_id] = (salt, pages)

@@ -12,7 +12,7 @@ import pytest
 
 from gateway.cache.keeper import ASK_AGAIN_S, UNPINNED_S, Keeper
 from gateway.cache.orders import ORDERS_NAME, OrdersError, Prefix, new_id
-from gateway.errors import GatewayError
+from gateway.errors import KINDS, GatewayError
 from gateway.home import Home, open_home
 from gateway.nodes.bundles import Bundles
 from gateway.nodes.fleet import Fleet
@@ -165,7 +165,7 @@ async def test_what_is_not_answered_or_refused_is_asked_again_but_not_at_once(wo
     await world.keeper.look()
     (pin,) = full.read()
     silent.read()
-    pinned(full, pin, code="prefix_quota_exceeded")
+    pinned(full, pin, code="pin_quota_exceeded")
     assert world.states(prefix) == {"n1": "pending", "n2": "failed"}
     world.pass_time(ASK_AGAIN_S - 1)
     assert (await told(world, silent), full.read()) == ([], [])
@@ -186,6 +186,22 @@ async def test_each_tokenizer_gets_its_own_ids_and_one_that_cannot_says_why(worl
     assert "found bad" in failed.message
 
 
+async def test_engines_own_names_of_errors_become_documented_ones(world: World) -> None:
+    node = world.join("n1")
+    prefix = world.prefix()
+    await world.keeper.pin(prefix)
+    (pin,) = await told(world, node)
+    for code, shown in (
+        ("pool_too_small", "pin_quota_exceeded"),
+        ("pin_failed", "capacity_exceeded"),
+        ("draining", "draining"),
+        ("something_new", "engine_error"),
+    ):
+        pinned(node, pin, code=code)
+        assert [one.code for one in world.keeper.pinned_on(prefix)] == [shown]
+        assert shown in KINDS
+
+
 async def test_a_node_of_an_older_wire_is_never_told(world: World) -> None:
     old = world.join("n1", version=wire.TIERS_VERSION - 1)
     prefix = world.prefix()
@@ -200,7 +216,7 @@ async def test_names_and_quotas_are_of_a_tenant(world: World) -> None:
     await world.keeper.pin(world.prefix("a", pages=6))
     for refused, code in (
         (world.prefix("a", pages=1), "prefix_exists"),
-        (world.prefix("b", pages=5), "prefix_quota_exceeded"),
+        (world.prefix("b", pages=5), "pin_quota_exceeded"),
     ):
         with pytest.raises(GatewayError) as caught:
             await world.keeper.pin(refused)
@@ -280,7 +296,9 @@ async def test_a_node_that_was_away_is_told_when_it_returns_even_by_a_new_gatewa
     away.cut()
     purge, _ = await world.keeper.purge("acme")
     (order,) = await told(world, near)
+    assert not world.keeper.is_answered(purge)
     purged(near, order)
+    assert world.keeper.is_answered(purge)  # nobody waits for who is away
     assert {one.node_id: one.state for one in world.keeper.purged_on(purge)} == {
         "near": "purged",
         "away": "pending",
