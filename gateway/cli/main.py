@@ -304,7 +304,7 @@ def demo(
     check: Annotated[bool, typer.Option(help="Exit 1 if a claim does not hold.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """A live show on the embedded model: affinity, and the discount it earns."""
+    """A live show on the embedded model: affinity, its discount, and what outlives memory."""
     from gateway.demo.show import run_demo
 
     run_demo(check=check, as_json=as_json)
