@@ -44,6 +44,9 @@ from policies.contract.wire import PinResult, PurgeResult, Tier
 
 LOOK_EVERY_S = 0.5
 ASK_AGAIN_S = 30.0  # without an answer, or after a refusal
+# A node that is away when a prefix is deleted does not hear it: its pin ends by itself.
+LEASE_S = 3600.0
+RENEW_S = LEASE_S / 3
 UNPINNED_S = 5.0  # an engine that reports no pinned page so long after its answer lost them
 log = structlog.get_logger("kagari.cache")
 
@@ -313,9 +316,9 @@ class Keeper:
         answer = told.answer
         if not isinstance(answer, PinResult) or answer.code:
             return now - max(told.at, told.answered_at) >= ASK_AGAIN_S
-        # A life that ended and began while its link was cut looks like the one that answered.
-        lost = engine.report is not None and engine.report.pages_pinned == 0 and answer.pages > 0
-        return lost and now - max(told.at, told.answered_at) >= UNPINNED_S
+        if now - told.at >= RENEW_S:
+            return True
+        return _is_lost(told) and now - max(told.at, told.answered_at) >= UNPINNED_S
 
     def _wants_purge(self, purge: Purge, place: Place, now: float) -> bool:
         if not place.speaks or (place.node_id, place.engine.info.model) in purge.done:
@@ -340,14 +343,19 @@ class Keeper:
             self._told[self._key(prefix.prefix_id, place)] = _Told(place.engine, now, answer, now)
             self._changed.set()
             return
-        ttl_s = prefix.expires_at - self._wall()
+        ttl_s = min(LEASE_S, prefix.expires_at - self._wall())
         salt = self._home.salt(prefix.tenant)
         pin = wire.Pin(place.index, prefix.prefix_id, ids, salt, ttl_s, self._max_pages)
         self._tell(prefix.prefix_id, place, pin, now)
 
     def _tell(self, order_id: str, place: Place, order: wire.Pin | wire.Purge, now: float) -> None:
-        if self._fleet.order(place, order):
-            self._told[self._key(order_id, place)] = _Told(place.engine, now)
+        if not self._fleet.order(place, order):
+            return
+        key = self._key(order_id, place)
+        before = self._told.get(key)
+        told = self._told[key] = _Told(place.engine, now)
+        if before is not None and before.engine is place.engine and _is_held(before):
+            told.answer, told.answered_at = before.answer, before.answered_at  # while it is renewed
 
     def _key(self, order_id: str, place: Place) -> tuple[str, str, int]:
         return order_id, place.node_id, place.index
@@ -383,6 +391,18 @@ CODE_BY_ENGINES = {
 def _told_code(code: str) -> str:
     told = CODE_BY_ENGINES.get(code, code)
     return told if told in KINDS else "engine_error"
+
+
+def _is_held(told: _Told) -> bool:
+    return isinstance(told.answer, PinResult) and not told.answer.code and not _is_lost(told)
+
+
+def _is_lost(told: _Told) -> bool:
+    """A life that ended and began while its link was cut looks like the one that answered."""
+    report, answer = told.engine.report, told.answer
+    return (
+        report is not None and report.pages_pinned == 0 and answer is not None and answer.pages > 0
+    )
 
 
 TOO_OLD = "the node's version knows no prefixes; upgrade it"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway.cache.keeper import ASK_AGAIN_S, UNPINNED_S, Keeper
+from gateway.cache.keeper import ASK_AGAIN_S, LEASE_S, RENEW_S, UNPINNED_S, Keeper
 from gateway.cache.orders import ORDERS_NAME, OrdersError, Prefix, new_id
 from gateway.errors import KINDS, GatewayError
 from gateway.home import Home, open_home
@@ -241,6 +241,24 @@ async def test_a_prefix_ends_when_it_is_deleted_and_when_its_time_is_over(world:
     assert node.read() == [wire.Unpin(0, long.prefix_id)]
     world.restart()
     assert world.keeper.prefixes() == []
+
+
+async def test_a_pin_is_a_lease_so_that_a_node_away_at_its_end_lets_go(world: World) -> None:
+    node = world.join("n1")
+    prefix = world.prefix(expires_at=world.wall_s + 86_400)
+    await world.keeper.pin(prefix)
+    (pin,) = await told(world, node)
+    assert pin.ttl_s == LEASE_S
+    pinned(node, pin)
+    node.report(pages_pinned=2)
+    world.pass_time(RENEW_S)
+    assert await told(world, node) == [pin]
+    assert world.states(prefix) == {"n1": "pinned"}  # while it is renewed
+    world.pass_time(RENEW_S - 1)
+    assert await told(world, node) == []
+    world.pass_time(86_400 - 2 * RENEW_S - 99)
+    (last,) = await told(world, node)
+    assert last.ttl_s == pytest.approx(100)
 
 
 async def test_prefixes_survive_a_restart_for_the_rest_of_their_time(world: World) -> None:
