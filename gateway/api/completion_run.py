@@ -277,6 +277,7 @@ class CompletionRun:
             attempts=self.first.attempt,
             path=PATH,
             cached_tokens=usage.cached_tokens,
+            tiers=self._tiers(),
             completion_tokens=usage.completion_tokens,
             finish="+".join(sorted({choice.reason or status for choice in self.choices})),
             ttft_s=None if ttft_s is None else round(ttft_s, 4),

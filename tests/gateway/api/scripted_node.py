@@ -4,7 +4,8 @@ The message (or a whole prompt) may be JSON: {"say": text or a list of one a lan
 a lane's tokens each, instead, "times": n, "delay_s": before each step, "first_s": before the first,
 "step": tokens a frame or a list of such numbers, which take turns, "fail_after":
 tokens, "fail": code, "fail_lane": only this one, "wait_lane": ends only when told to, "cut_after":
-tokens, "cut_attempts": attempts that are cut, of any number, "forget": its pages do not stay}.
+tokens, "cut_attempts": attempts that are cut, of any number, "forget": its pages do not stay,
+"tiers": slower tiers, fastest first, and the tokens of a hit that each held}.
 Anything else is answered with "ok". A token is a byte, so counts are easy to foretell.
 Log probabilities are made up by `logprob_of`.
 """
@@ -278,7 +279,9 @@ class ScriptedNode:
         if sampling.prompt_logprobs is not None and index == 0:
             await self._tell_prompt(socket, lane, served, ids)
         tokens = _tokens(script, index)[: sampling.max_tokens]
-        started: list[wire.Rare] = [wire.Started(lane, cached)]
+        slower = {f"{tier}_tokens": n for tier, n in script.get("tiers", {}).items() if cached}
+        tier = next(reversed(script.get("tiers", {"device": 0})))
+        started: list[wire.Rare] = [wire.Started(lane, cached, 0.0, tier, **slower)]
         step = script.get("step", 1)
         sizes, sent = cycle(step if isinstance(step, list) else [step]), 0
         while sent < len(tokens):
@@ -309,7 +312,7 @@ class ScriptedNode:
         if not script.get("forget"):
             self._remember(ids)
         reason = "length" if len(tokens) == sampling.max_tokens else "stop"
-        usage = wire.Usage(len(ids), cached, len(tokens))
+        usage = wire.Usage(len(ids), cached, len(tokens), **slower)
         self.tasks.pop(lane, None)
         self.by_lane.pop(lane, None)
         rare = [*started, wire.Finished(lane, reason, usage)]
