@@ -24,6 +24,7 @@ from gateway.api.chat_request import read_messages
 from gateway.api.tools_request import read_functions
 from gateway.cache.orders import (
     MAX_PREFIXES,
+    MAX_PURGE_S,
     MAX_PURGES,
     Orders,
     Prefix,
@@ -43,6 +44,7 @@ from policies.contract import wire
 from policies.contract.wire import PinResult, PurgeResult, Tier
 
 LOOK_EVERY_S = 0.5
+PURGES_AT_ONCE = 8  # of one engine
 ASK_AGAIN_S = 30.0  # without an answer, or after a refusal
 # A node that is away when a prefix is deleted does not hear it: its pin ends by itself.
 LEASE_S = 3600.0
@@ -115,6 +117,7 @@ class Keeper:
         self._changed = asyncio.Event()
         self._saving = asyncio.Lock()
         self._is_saved = True
+        self._is_failing = False  # the disk refused, and that was logged
 
     # --- what is ordered --------------------------------------------------------------------------
 
@@ -151,13 +154,23 @@ class Keeper:
                 remedy="delete some",
             )
         self._prefixes[prefix.prefix_id] = prefix
-        await self._save()
+        try:
+            await self._save()
+        except OSError as error:
+            self._drop(prefix.prefix_id)
+            log.error("orders_not_saved", error=str(error))
+            raise GatewayError(
+                "server_error",
+                found="a home that cannot be written",
+                allowed="a prefix that outlives the gateway",
+                remedy="free space on its disk, then send the request again",
+            ) from error
         self._wake.set()
 
     async def unpin(self, prefix_id: str) -> None:
         """Forget a prefix; its pages are evicted as any others from now on."""
         self._drop(prefix_id)
-        await self._save()
+        await self._save_or_later()
 
     async def purge(self, tenant: str) -> tuple[Purge, int]:
         """Have every engine forget a tenant; its prefixes are unpinned first, so many of them."""
@@ -172,15 +185,16 @@ class Keeper:
             oldest = next(iter(self._purges))
             log.warning("purge_forgotten", purge_id=oldest, tenant=self._purges[oldest].tenant)
             del self._purges[oldest]
-        await self._save()
+        await self._save_or_later()
         self._wake.set()
         return purge, len(own)
 
     def _drop(self, prefix_id: str) -> None:
-        del self._prefixes[prefix_id]
+        prefix = self._prefixes.pop(prefix_id)
         self._ids = {key: ids for key, ids in self._ids.items() if key[0] != prefix_id}
         for place in self._fleet.places():
-            if self._told.pop((prefix_id, place.node_id, place.index), None) is not None:
+            if place.speaks and place.engine.info.model == prefix.model:
+                # One that this process never told may have it from the process before.
                 self._fleet.order(place, wire.Unpin(place.index, prefix_id))
 
     # --- what came of it --------------------------------------------------------------------------
@@ -270,7 +284,7 @@ class Keeper:
             task.cancel()
             await asyncio.wait((task,))
             if not self._is_saved:
-                await self._save()
+                await self._save_or_later()
 
     async def _run(self) -> None:
         while True:
@@ -297,14 +311,32 @@ class Keeper:
                 is_ordered = prefix.prefix_id in self._prefixes  # still, after any rendering
                 if is_ordered and self._wants_pin(prefix, place, now):
                     await self._tell_pin(prefix, place, now)
-        for purge in list(self._purges.values()):
-            for place in places:
-                if self._wants_purge(purge, place, now):
-                    order = wire.Purge(place.index, purge.purge_id, self._home.salt(purge.tenant))
-                    self._tell(purge.purge_id, place, order, now)
+        for place in places:
+            self._tell_purges(place, now, wall)
         if expired or not self._is_saved:
-            await self._save()
+            await self._save_or_later()
         self._forget_gone()
+
+    def _tell_purges(self, place: Place, now: float, wall: float) -> None:
+        """A few at a time: each makes an engine look through all that its tiers hold."""
+        under_way = [
+            told
+            for (order_id, *where), told in self._told.items()
+            if where == [place.node_id, place.index]
+            and order_id in self._purges
+            and told.engine is place.engine
+            and told.answer is None
+            and now - told.at < ASK_AGAIN_S
+        ]
+        room = PURGES_AT_ONCE - len(under_way)
+        for purge in list(self._purges.values()):
+            if wall - purge.asked_at > MAX_PURGE_S:
+                del self._purges[purge.purge_id]
+                self._is_saved = False
+            elif room > 0 and self._wants_purge(purge, place, now):
+                order = wire.Purge(place.index, purge.purge_id, self._home.salt(purge.tenant))
+                self._tell(purge.purge_id, place, order, now)
+                room -= 1
 
     def _wants_pin(self, prefix: Prefix, place: Place, now: float) -> bool:
         engine = place.engine
@@ -369,12 +401,23 @@ class Keeper:
             if key[1:] in known and (key[0] in self._prefixes or key[0] in self._purges)
         }
 
+    async def _save_or_later(self) -> None:
+        """What is ordered holds, saved or not: a full disk must not keep a tenant's pages alive."""
+        try:
+            await self._save()
+        except OSError as error:
+            if not self._is_failing:
+                log.error("orders_not_saved", error=str(error))
+            self._is_failing = True
+
     async def _save(self) -> None:
+        """Raises OSError."""
         async with self._saving:
             self._is_saved = True
             orders = Orders(tuple(self._prefixes.values()), tuple(self._purges.values()))
             try:
                 await asyncio.to_thread(save_orders, self._path, orders)
+                self._is_failing = False
             except BaseException:
                 self._is_saved = False
                 raise

@@ -16,7 +16,8 @@ from gateway.api.chat_request import ChatMessage
 
 ORDERS_NAME = "cache.json"
 MAX_PREFIXES = 1024
-MAX_PURGES = 1024  # the oldest go; a later purge of a tenant replaces the earlier one
+MAX_PURGES = 256  # the oldest go; a later purge of a tenant replaces the earlier one
+MAX_PURGE_S = 365 * 86_400.0  # then a node that never came back is not waited for
 
 
 class OrdersError(OSError):

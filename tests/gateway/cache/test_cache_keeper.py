@@ -10,8 +10,15 @@ from typing import Any
 
 import pytest
 
-from gateway.cache.keeper import ASK_AGAIN_S, LEASE_S, RENEW_S, UNPINNED_S, Keeper
-from gateway.cache.orders import ORDERS_NAME, OrdersError, Prefix, new_id
+from gateway.cache.keeper import (
+    ASK_AGAIN_S,
+    LEASE_S,
+    PURGES_AT_ONCE,
+    RENEW_S,
+    UNPINNED_S,
+    Keeper,
+)
+from gateway.cache.orders import MAX_PURGE_S, ORDERS_NAME, OrdersError, Prefix, new_id
 from gateway.errors import KINDS, GatewayError
 from gateway.home import Home, open_home
 from gateway.nodes.bundles import Bundles
@@ -359,3 +366,49 @@ async def test_waiting_ends_with_the_answer_or_with_the_time(world: World) -> No
     assert 0.05 <= time.monotonic() - begun < 2
     await keeper.wait(lambda: True, 60)
     assert time.monotonic() - begun < 2
+
+
+async def test_an_engine_gets_a_few_purges_at_a_time(world: World) -> None:
+    tenants = [f"t{number}" for number in range(2 * PURGES_AT_ONCE + 3)]
+    for tenant in tenants:
+        await world.keeper.purge(tenant)
+    node = world.join("n1")
+    seen: list[bytes] = []
+    for most in (PURGES_AT_ONCE, PURGES_AT_ONCE, 3, 0):
+        orders = await told(world, node)
+        assert len(orders) == most
+        assert await told(world, node) == []  # until it has answered
+        for order in orders:
+            seen.append(order.salt)
+            purged(node, order)
+    assert seen == [tenant_salt(world.home.secret, tenant) for tenant in tenants]
+
+
+async def test_a_full_disk_keeps_no_tenants_pages_and_promises_no_prefix(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, orders: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    node = world.join("n1")
+    with monkeypatch.context() as patched:
+        patched.setattr("gateway.cache.keeper.save_orders", full)
+        with pytest.raises(GatewayError) as refused:
+            await world.keeper.pin(world.prefix())
+        assert refused.value.code == "server_error"
+        assert world.keeper.prefixes() == []
+        await world.keeper.purge("acme")
+        orders = await told(world, node)
+        assert [type(order) for order in orders] == [wire.Unpin, wire.Purge]
+    await world.keeper.look()  # the disk is well again
+    world.restart()
+    assert len(await told(world, world.join("n1"))) == 1
+
+
+async def test_a_node_that_never_came_back_is_forgotten_after_a_year(world: World) -> None:
+    await world.keeper.purge("acme")
+    world.pass_time(MAX_PURGE_S + 1)
+    assert await told(world, world.join("n1")) == []
+    world.restart()
+    world.wall_s -= MAX_PURGE_S
+    assert await told(world, world.join("n1")) == []
