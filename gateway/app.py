@@ -24,6 +24,8 @@ from gateway.api.body import BodyBudget
 from gateway.api.exchange import Exchange
 from gateway.api.idempotency import Idempotency
 from gateway.asgi import Application
+from gateway.cache.keeper import Keeper
+from gateway.cache.orders import ORDERS_NAME
 from gateway.config import GatewayConfig, read_secret
 from gateway.home import open_home, told_addresses
 from gateway.ledger.files import KEYS_NAME, LEDGER_NAME
@@ -97,7 +99,15 @@ async def build(
                     max_in_flight=config.routing.max_in_flight_per_node,
                 ),
                 on_usage_record=lambda record: ledger.settle_from_usage_record(record, time.time()),
+                on_order_result=lambda node_id, answer: keeper.take(node_id, answer),
             )
+            keeper = Keeper(
+                home.folder / ORDERS_NAME,
+                home,
+                fleet,
+                max_pages_per_tenant=config.prefixes.max_pages_per_tenant,
+            )
+            await stack.enter_async_context(keeper.keeping())
             prices = _prices(config.models.prices_file)
         metrics, log = Metrics(), log or structlog.get_logger("kagari.gateway")
 
@@ -110,6 +120,7 @@ async def build(
             config=config,
             home=home,
             fleet=fleet,
+            keeper=keeper,
             ledger=ledger,
             ledger_reader=reader,
             idempotency=Idempotency(

@@ -56,6 +56,7 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     prompts: int = 256  # of one request to /v1/completions
     max_completion_tokens: int | None = None  # on top of the model's own room
     request_deadline_s: float = 600.0
+    retention_s: float = 86_400.0  # of a hint; one that asks for more is clipped
 
 
 class StreamConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,6 +95,10 @@ class ModelsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     prices_file: str | None = None  # None: the table that ships with the gateway
 
 
+class PrefixesConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    max_pages_per_tenant: int = 256  # pinned on each engine; the default pool has 1,024
+
+
 class LogConfig(Struct, frozen=True, forbid_unknown_fields=True):
     requests: bool = True  # one JSON line a request on standard error
 
@@ -109,6 +114,7 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     region: RegionConfig = RegionConfig()
     routing: RoutingConfig = RoutingConfig()
     models: ModelsConfig = ModelsConfig()
+    prefixes: PrefixesConfig = PrefixesConfig()
     log: LogConfig = LogConfig()
 
 
@@ -122,6 +128,7 @@ SECTIONS: dict[str, type[Struct]] = {
     "region": RegionConfig,
     "routing": RoutingConfig,
     "models": ModelsConfig,
+    "prefixes": PrefixesConfig,
     "log": LogConfig,
 }
 
@@ -303,6 +310,17 @@ def _check(config: GatewayConfig) -> None:
     for name, value in positive.items():
         if not value > 0:
             raise ConfigError(name, str(value), "a number above 0", "Raise it.")
+    if not config.limits.retention_s >= 0:
+        raise ConfigError(
+            "limits.retention_s", str(config.limits.retention_s), "0 or more", "0 obeys no hint."
+        )
+    if not config.prefixes.max_pages_per_tenant >= 0:
+        raise ConfigError(
+            "prefixes.max_pages_per_tenant",
+            str(config.prefixes.max_pages_per_tenant),
+            "0 or more",
+            "0 refuses every prefix.",
+        )
     for key in IdempotencyConfig.__struct_fields__:
         value = getattr(config.idempotency, key)
         if not value >= 0:

@@ -91,6 +91,12 @@ _KINDS = (
         "session_not_found", 404, 7003, "invalid_request_error", False, "No such session is known."
     ),
     ErrorKind(
+        "prefix_not_found", 404, 7003, "invalid_request_error", False, "No prefix has that id."
+    ),
+    ErrorKind(
+        "tenant_not_found", 404, 7003, "invalid_request_error", False, "No key is of that tenant."
+    ),
+    ErrorKind(
         "method_not_allowed",
         405,
         7001,
@@ -119,6 +125,22 @@ _KINDS = (
     ),
     ErrorKind(
         "key_exists", 409, 10014, "invalid_request_error", False, "A live key has that name."
+    ),
+    ErrorKind(
+        "prefix_exists",
+        409,
+        10014,
+        "invalid_request_error",
+        False,
+        "The tenant has a prefix of that name.",
+    ),
+    ErrorKind(
+        "pin_quota_exceeded",
+        409,
+        5004,
+        "invalid_request_error",
+        False,
+        "The tenant would pin more pages than it may.",
     ),
     ErrorKind(
         "idempotency_in_progress",

@@ -81,6 +81,7 @@ def _operation(route: Route, method: str, schema_by_kind: dict[Any, Any]) -> dic
                 "description": "The answer.",
                 "content": _content(route, schema_by_kind),
             },
+            **_pending(route, schema_by_kind),
             "default": {
                 "description": "What went wrong, in four parts.",
                 "content": _json(schema_by_kind[ErrorBody]),
@@ -92,6 +93,13 @@ def _operation(route: Route, method: str, schema_by_kind: dict[Any, Any]) -> dic
         schema = schema_by_kind.get(route.body, ANY_OBJECT)
         operation["requestBody"] = {"required": True, "content": _json(schema)}
     return operation
+
+
+def _pending(route: Route, schema_by_kind: dict[Any, Any]) -> dict[str, Any]:
+    if not route.may_be_pending:
+        return {}
+    content = _content(route, schema_by_kind)
+    return {"202": {"description": "Not done yet, and going on.", "content": content}}
 
 
 def _content(route: Route, schema_by_kind: dict[Any, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Literal
 from msgspec import Struct
 
 from gateway import openapi
-from gateway.admin import keys, nodes, prices, requests, sessions
+from gateway.admin import keys, nodes, prefixes, prices, requests, sessions, tenants
 from gateway.admin import usage as totals
 from gateway.api import chat, completions, health, models, tokenize, usage
 from gateway.api.chat_request import ChatBody
@@ -38,6 +38,7 @@ class Route:
 
     What follows them is what the OpenAPI document tells beside the handler's first line: the types
     of query, body and answer (str is plain text; None is any JSON object) and success's status.
+    may_be_pending: 202 with the same answer says that it goes on.
     """
 
     path: str
@@ -52,6 +53,7 @@ class Route:
     body: type[Struct] | None = None
     answer: type | None = None
     status: int = 200
+    may_be_pending: bool = False
     pattern: re.Pattern[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -67,6 +69,8 @@ def _admin(
     body: type[Struct] | None = None,
     answer: type | None = None,
     status: int = 200,
+    may_be_pending: bool = False,
+    body_bytes: int | None = NO_BODY_BYTES,
 ) -> Route:
     """A route of the operator's: a body is small, and there is one where it has a type."""
     return Route(
@@ -75,10 +79,12 @@ def _admin(
         "operator",
         handler,
         "none" if body is None else "json",
+        body_bytes,
         query=query,
         body=body,
         answer=answer,
         status=status,
+        may_be_pending=may_be_pending,
     )
 
 
@@ -152,6 +158,26 @@ ADMIN_ROUTES: tuple[Route, ...] = (
     _admin("/nodes/{node}", nodes.show_node, answer=nodes.NodeAnswer),
     _admin("/nodes/{node}/drain", nodes.drain, POST, answer=nodes.DrainAnswer),
     _admin("/nodes/{node}/undrain", nodes.undrain, POST, answer=nodes.DrainAnswer),
+    _admin("/prefixes", prefixes.list_prefixes, answer=prefixes.PrefixList),
+    _admin(
+        "/prefixes",
+        prefixes.create_prefix,
+        POST,
+        body=prefixes.NewPrefix,
+        answer=prefixes.PrefixAnswer,
+        may_be_pending=True,
+        body_bytes=None,
+    ),
+    _admin("/prefixes/{prefix}", prefixes.show_prefix, answer=prefixes.PrefixAnswer),
+    _admin("/prefixes/{prefix}", prefixes.delete_prefix, ("DELETE",), answer=prefixes.PrefixAnswer),
+    _admin(
+        "/tenants/{tenant:rest}/cache",
+        tenants.purge_cache,
+        ("DELETE",),
+        query=tenants.PurgeQuery,
+        answer=tenants.PurgeAnswer,
+        may_be_pending=True,
+    ),
     _admin("/prices", prices.show_prices, answer=prices.PricesAnswer),
     _admin(
         "/session-lookup",

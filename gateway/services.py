@@ -9,6 +9,7 @@ from structlog.typing import FilteringBoundLogger
 
 from gateway.api.body import BodyBudget
 from gateway.api.idempotency import Idempotency
+from gateway.cache.keeper import Keeper
 from gateway.config import GatewayConfig
 from gateway.home import Home
 from gateway.ledger.keys import Keys
@@ -25,6 +26,7 @@ class Services:
     config: GatewayConfig
     home: Home
     fleet: Fleet
+    keeper: Keeper
     ledger: Ledger
     ledger_reader: LedgerReader
     idempotency: Idempotency

@@ -33,6 +33,7 @@ class MetricRow:
     buckets: tuple[float, ...] = ()
 
 
+PAGES = ("node", "model", "tier")
 METRICS = (
     MetricRow("kagari_requests", "counter", "requests", ("route", "status"), "Answered requests."),
     MetricRow("kagari_errors", "counter", "errors", ("code",), "Refusals and faults by code."),
@@ -56,10 +57,36 @@ METRICS = (
         ("model",),
         "Billed prompt tokens that were reused.",
     ),
+    MetricRow(
+        "kagari_cached_tier_tokens",
+        "counter",
+        "tokens",
+        ("model", "tier"),
+        "The same by the tier that held them.",
+    ),
     MetricRow("kagari_completion_tokens", "counter", "tokens", ("model",), "Tokens billed."),
     MetricRow("kagari_requests_in_flight", "gauge", "requests", (), "Admitted, not ended."),
     MetricRow("kagari_reserved_tokens", "gauge", "tokens", (), "Tokens reserved by admission."),
     MetricRow("kagari_nodes", "gauge", "nodes", ("state",), "Nodes by state."),
+    MetricRow("kagari_tier_pages_used", "gauge", "pages", PAGES, "Pages that a tier holds."),
+    MetricRow("kagari_tier_pages_capacity", "gauge", "pages", PAGES, "It can hold; 0: unknown."),
+    MetricRow("kagari_tier_working", "gauge", "bool", PAGES, "1, or 0: scanning or broken."),
+    MetricRow("kagari_tier_fetch_bytes_per_second", "gauge", "bytes/s", PAGES, "As measured."),
+    MetricRow("kagari_tier_hit_pages", "counter", "pages", PAGES, "Fetched to the device."),
+    MetricRow("kagari_tier_miss_pages", "counter", "pages", PAGES, "Asked for, not there."),
+    MetricRow("kagari_tier_stored_pages", "counter", "pages", PAGES, "Taken in."),
+    MetricRow("kagari_tier_evicted_pages", "counter", "pages", PAGES, "Given up for others."),
+    MetricRow("kagari_tier_dropped_pages", "counter", "pages", PAGES, "Not taken in: full."),
+    MetricRow("kagari_tier_corrupt_pages", "counter", "pages", PAGES, "Refused by checksum."),
+    MetricRow("kagari_tier_timeouts", "counter", "calls", PAGES, "Calls past their deadline."),
+    MetricRow("kagari_pages_pinned", "gauge", "pages", ("node", "model"), "Held by prefixes."),
+    MetricRow(
+        "kagari_integrity_faults",
+        "counter",
+        "faults",
+        ("node", "model"),
+        "Pages with a wrong tag; each ended one sequence.",
+    ),
     MetricRow("kagari_ledger_open_rows", "gauge", "rows", (), "Ledger rows not yet settled."),
     MetricRow("kagari_ttft_seconds", "histogram", "s", ("model",), "To the first token.", SECONDS),
     MetricRow("kagari_request_seconds", "histogram", "s", ("route",), "Whole requests.", SECONDS),
@@ -76,6 +103,7 @@ class Metrics:
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
         self._histogram_by_labels: dict[tuple[str, ...], Histogram] = {}
+        self._reached: dict[tuple[str, ...], float] = {}
         for row in METRICS:
             if row.kind == "counter":
                 self._counters[row.name] = Counter(
@@ -111,6 +139,18 @@ class Metrics:
     def set(self, name: str, value: float, **labels: str) -> None:
         gauge = self._gauges[name]
         (gauge.labels(**labels) if labels else gauge).set(value)
+
+    def clear(self, name: str) -> None:
+        """Forget all labels of a gauge: what is not set again is gone."""
+        self._gauges[name].clear()
+
+    def reach(self, name: str, total: float, **labels: str) -> None:
+        """Raise a counter by what another's own count grew since the last call; a smaller total
+        means that the other began anew."""
+        key = (name, *labels.values())
+        before = self._reached.get(key, 0.0)
+        self._reached[key] = total
+        self.count(name, total - before if total >= before else total, **labels)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -28,6 +28,7 @@ from node_agent.models_command import bundle_caches
 from node_agent.node import Node
 from node_agent.stages import Emit, EngineStages, StageLines, stage
 from node_agent.supervisor import EngineSupervisor, EngineTiming, engine_command
+from node_agent.tiers import tier_flags
 from policies.contract.bundle import bundle_digest, decode_bundle, tokenizer_digest
 from policies.cores import threads_each
 
@@ -139,7 +140,7 @@ def compose(
     engines = [
         EngineSupervisor(
             index,
-            make_engine_command(engine_arguments(config, index, model, threads)),
+            make_engine_command(engine_arguments(config, index, model, threads, identity.node_id)),
             listener=node,
             clock=time.monotonic,
             timing=engine_timing,
@@ -162,7 +163,7 @@ def compose(
 
 
 def engine_arguments(
-    config: NodeConfig, index: int, model: PreparedModel, threads: int
+    config: NodeConfig, index: int, model: PreparedModel, threads: int, node_id: str
 ) -> tuple[str, ...]:
     script: tuple[str, ...] = ()
     if config.script is not None:
@@ -172,6 +173,7 @@ def engine_arguments(
         *("--model-spec", msgspec.json.encode(model.spec).decode()),
         *("--threads", str(threads)),
         *config.engine_flags,
+        *tier_flags(config, node_id, model.spec.name),
         *script,
     )
 
@@ -304,6 +306,8 @@ async def _drain(node: Node, links: list[GatewayLink], stop: StopSignals, drain_
     await _until(lambda: not len(node.streams), stop, drain_s)
     if stop.insisted.is_set():
         return
+    for engine in node.engines:
+        engine.drain()
     await asyncio.gather(*(link.flushed(FLUSH_S) for link in links))
     await _until(lambda: not any(link.is_open and len(link.usage) for link in links), stop, FLUSH_S)
 

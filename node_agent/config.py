@@ -16,6 +16,7 @@ from policies.contract.wire import Compute, Role
 
 LINK_PATH = "/link/v1"
 MAX_LINKS = 32  # gateways of one node; channels of the engine socket are 1 … 254
+MAX_TIER_MB = 1 << 24
 # Engine flags that take a value and go to `python -m engine serve` as they are.
 ENGINE_FLAGS = (
     "--kv-dtype",
@@ -40,6 +41,10 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     bundle: Path | None = None  # only with script: no checkpoint is needed then
     threads: int | None = None
     engine_flags: tuple[str, ...] = ()
+    kv_host_mb: int | None = None  # of each engine; None: node_agent/tiers.py decides
+    kv_disk_mb: int | None = None
+    kv_disk_dir: Path | None = None  # None: kv in home
+    cluster_store: str | None = None
     exit_with_parent: bool = False
     drain_s: float = 20.0
     engine_up_s: float = 600.0
@@ -72,6 +77,10 @@ def parse_config(argv: Sequence[str]) -> NodeConfig:
     parser.add_argument("--drain-s", type=float, default=20.0)
     parser.add_argument("--engine-up-s", type=float, default=600.0)
     parser.add_argument("--exit-with-parent", action="store_true")
+    parser.add_argument("--kv-host-mb", type=int, metavar="MB", help="pages in memory, each engine")
+    parser.add_argument("--kv-disk-mb", type=int, metavar="MB", help="pages on disk, each engine")
+    parser.add_argument("--kv-disk-dir", type=Path, metavar="DIR", help="default: kv in home")
+    parser.add_argument("--cluster-store", metavar="URL", help="mooncake://HOST:PORT")
     for flag in ENGINE_FLAGS:
         parser.add_argument(flag, metavar="VALUE")
     options = parser.parse_args(argv)
@@ -98,6 +107,8 @@ def parse_config(argv: Sequence[str]) -> NodeConfig:
     _require_range("--threads", options.threads, 1, 1024)
     _require_range("--drain-s", options.drain_s, 0, 3600)
     _require_range("--engine-up-s", options.engine_up_s, 1, 86400)
+    _require_range("--kv-host-mb", options.kv_host_mb, 0, MAX_TIER_MB)
+    _require_range("--kv-disk-mb", options.kv_disk_mb, 0, MAX_TIER_MB)
     return NodeConfig(
         gateway_urls=_link_urls(options.gateway),
         join_token=_join_token(options.join_token, options.join_token_file),
@@ -109,6 +120,10 @@ def parse_config(argv: Sequence[str]) -> NodeConfig:
         bundle=options.bundle,
         threads=options.threads,
         engine_flags=tuple(engine_flags),
+        kv_host_mb=options.kv_host_mb,
+        kv_disk_mb=options.kv_disk_mb,
+        kv_disk_dir=options.kv_disk_dir,
+        cluster_store=_cluster_store(options.cluster_store),
         exit_with_parent=options.exit_with_parent,
         drain_s=options.drain_s,
         engine_up_s=options.engine_up_s,
@@ -146,6 +161,24 @@ def _link_urls(urls: Sequence[str]) -> tuple[str, ...]:
             remedy="start another node agent for the rest",
         )
     return unique
+
+
+def _cluster_store(url: str | None) -> str | None:
+    if url is None:
+        return None
+    try:
+        parts = urlsplit(url)
+        is_usable = parts.scheme == "mooncake" and bool(parts.hostname and parts.port)
+    except ValueError:
+        is_usable = False
+    if not is_usable:
+        raise NodeError(
+            "--cluster-store",
+            found=url,
+            allowed="mooncake://HOST:PORT of a Mooncake master",
+            remedy="start mooncake_master and name its RPC port",
+        )
+    return url
 
 
 def _join_token(token: str | None, file: Path | None) -> str:

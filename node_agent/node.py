@@ -30,12 +30,17 @@ from policies.contract.wire import (
     GatewayToNode,
     Hello,
     NodeToGateway,
+    Pin,
+    PinResult,
+    Purge,
+    PurgeResult,
     Rare,
     Refused,
     Resync,
     Role,
     Step,
     Submit,
+    Unpin,
     Usage,
     UsageAck,
     UsageRecord,
@@ -172,6 +177,10 @@ class Node:
         else:
             self.links[entry.gateway].usage.add(record, self._clock())
 
+    def on_result(self, index: int, result: PinResult | PurgeResult) -> None:
+        """To every gateway: ids are drawn at random, and whoever did not ask knows none of them."""
+        self._broadcast(result)
+
     def on_step(self, index: int, channel: int, message: bytes) -> None:
         link = self._link_by_channel.get(channel)
         if link is not None:
@@ -256,6 +265,8 @@ class Node:
             case Resync(engine=index):
                 if index in self._mirrors:
                     self._send_snapshot(link, index)
+            case Pin() | Unpin() | Purge():
+                self._order(link, message)
             case Drain(drain=True):
                 self.drain("asked by a gateway")
             case Drain():
@@ -292,6 +303,20 @@ class Node:
             self._send_rare(link, submit.engine, rare)
             return
         engine.pump()
+
+    def _order(self, link: GatewayLink, order: Pin | Unpin | Purge) -> None:
+        """A purge that cannot be passed on is left unanswered: the gateway asks again, and what is
+        on this disk must not be told gone."""
+        engine = self.engines[order.engine] if 0 <= order.engine < len(self.engines) else None
+        if engine is not None and engine.info is not None and engine.outbox.order(order):
+            engine.pump()
+            return
+        is_known = engine is not None and engine.info is not None
+        self._log.warning("order_refused", engine=order.engine, kind=type(order).__name__)
+        if isinstance(order, Pin):
+            code = "capacity_exceeded" if is_known else "engine_lost"
+            text = f"engine {order.engine} {'does not keep up' if is_known else 'is not loaded'}"
+            link.send(encode(PinResult(order.engine, order.pin_id, 0, code, text)))
 
     def _refusal(self, submit: Submit, *, is_known: bool) -> tuple[str, str] | None:
         if is_known:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from engine.framing import frame
-from policies.contract.wire import Abort, FinishLane, Submit, encode
+from engine.framing import AGENT_CHANNEL, frame
+from policies.contract.wire import Abort, Drain, FinishLane, Pin, Purge, Submit, Unpin, encode
 
 MAX_SUBMITS = 1024
 MAX_SUBMIT_BYTES = 64 << 20
+MAX_ORDERS = 1024
+MAX_ORDER_BYTES = 32 << 20
 
 
 @dataclass(slots=True)
@@ -34,6 +36,8 @@ class EngineOutbox:
         self._urgent: deque[bytes] = deque()
         self._submits: deque[_Waiting] = deque()
         self._submit_bytes = 0
+        self._orders: deque[bytes] = deque()
+        self._order_bytes = 0
 
     def submit(self, channel: int, message: Submit) -> bool:
         """False: the bound is reached and the message was not taken."""
@@ -86,10 +90,27 @@ class EngineOutbox:
     def finish(self, channel: int, message: FinishLane) -> None:
         self._urgent.append(frame(channel, encode(message)))
 
+    def order(self, message: Pin | Unpin | Purge | Drain) -> bool:
+        """In front of submits, in the order of their coming: an Unpin must not overtake its Pin.
+
+        False: the bound is reached and the message was not taken.
+        """
+        data = frame(AGENT_CHANNEL, encode(message))  # no link's: they outlive it
+        full = self._order_bytes + len(data) > MAX_ORDER_BYTES
+        if full or len(self._orders) >= MAX_ORDERS:
+            return False
+        self._orders.append(data)
+        self._order_bytes += len(data)
+        return True
+
     def pop(self) -> bytes | None:
         """The next frame to write, or None."""
         if self._urgent:
             return self._urgent.popleft()
+        if self._orders:
+            order = self._orders.popleft()
+            self._order_bytes -= len(order)
+            return order
         if not self._submits:
             return None
         waiting = self._submits.popleft()
@@ -100,4 +121,6 @@ class EngineOutbox:
         """The engine is gone and so is all that waited for it."""
         self._urgent.clear()
         self._submits.clear()
+        self._orders.clear()
+        self._order_bytes = 0
         self._submit_bytes = 0

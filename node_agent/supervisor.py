@@ -23,9 +23,12 @@ from node_agent.engine_socket import EngineSocket
 from node_agent.errors import NodeError
 from node_agent.outbox import EngineOutbox
 from policies.contract.wire import (
+    Drain,
     EngineInfo,
     EngineNews,
     EngineUp,
+    PinResult,
+    PurgeResult,
     UsageRecord,
     decode_from_engine,
 )
@@ -68,6 +71,7 @@ class EngineListener(Protocol):
     def on_up(self, index: int, up: EngineUp) -> None: ...
     def on_news(self, index: int, news: EngineNews) -> None: ...
     def on_usage(self, index: int, record: UsageRecord) -> None: ...
+    def on_result(self, index: int, result: PinResult | PurgeResult) -> None: ...
     def on_step(self, index: int, channel: int, message: bytes) -> None: ...
     def on_lost(self, index: int, reason: str) -> None: ...
 
@@ -125,6 +129,11 @@ class EngineSupervisor:
         """End the process at once; `run` would start another."""
         if self.pid is not None:
             _signal_group(self.pid, signal.SIGKILL)
+
+    def drain(self) -> None:
+        """Nothing more will come: the engine may begin to put its pages where they outlive it."""
+        if self.info is not None and self.outbox.order(Drain(True)):
+            self.pump()
 
     async def run(self) -> None:
         """Until cancelled; then the process is ended first. Raises NodeError when the engine
@@ -267,6 +276,8 @@ class EngineSupervisor:
         match decoded:
             case UsageRecord():
                 self._listener.on_usage(self.index, decoded)
+            case PinResult() | PurgeResult():
+                self._listener.on_result(self.index, decoded)
             case EngineNews():
                 self._heard_at = self._clock()
                 self._step_age_s = decoded.report.step_age_s

@@ -1,9 +1,10 @@
-"""Which pages an engine holds, told by its page events, with gaps noticed and bounds kept."""
+"""Which pages an engine holds, told by its page events, with gaps noticed and bounds kept; and how
+a hit is told by tier."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import compress
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 
 from policies.contract.page_keys import EVENT_KEY_BYTES
 from policies.contract.wire import (
@@ -11,11 +12,16 @@ from policies.contract.wire import (
     PageEvents,
     PageRemoved,
     PageStored,
+    Started,
     Tier,
+    Usage,
 )
 
 _BIT: dict[Tier, int] = {"device": 1, "host": 2, "disk": 4, "cluster": 8}
 _TIER_BY_BIT = {bit: tier for tier, bit in _BIT.items()}
+TIERS = tuple(_BIT)  # fastest first
+_IS_IN = [bytes([bool(bits & some) for bits in range(256)]) for some in range(16)]
+_BLOCK_PAGES = 256
 
 
 def event_keys(page_keys: Iterable[bytes]) -> list[bytes]:
@@ -23,6 +29,25 @@ def event_keys(page_keys: Iterable[bytes]) -> list[bytes]:
     keys = [key[:EVENT_KEY_BYTES] for key in page_keys]
     keys.reverse()
     return keys
+
+
+def tokens_by_tier(
+    cached: int, slower: Mapping[Tier, int], *, slowest: str = "device"
+) -> dict[str, int]:
+    """Cached tokens by the tier that held them: `slower` as told, the rest was on the device.
+
+    Where no split was told, or one that cannot be, all count as the slowest tier's.
+    """
+    told: dict[str, int] = {tier: tokens for tier, tokens in slower.items() if tokens > 0}
+    rest = cached - sum(told.values())
+    if not told or rest < 0:
+        return {slowest: cached} if cached > 0 else {}
+    return ({"device": rest} if rest else {}) | told
+
+
+def slower_tokens(told: Usage | Started) -> dict[Tier, int]:
+    """The split of a usage, or of a start."""
+    return {"host": told.host_tokens, "disk": told.disk_tokens, "cluster": told.cluster_tokens}
 
 
 class Residency:
@@ -43,11 +68,30 @@ class Residency:
     def __len__(self) -> int:
         return len(self._tiers_by_key)
 
-    def hit_pages(self, deepest_first: Sequence[bytes]) -> int:
-        """Depth of the deepest resident page among a prompt's event_keys; 0 when none is."""
-        held = self._tiers_by_key.__contains__
-        depths = range(len(deepest_first), 0, -1)
-        return next(compress(depths, map(held, deepest_first)), 0)
+    def reach(
+        self, deepest_first: Sequence[bytes], tiers: Iterable[Tier] = TIERS
+    ) -> list[tuple[Tier, int]]:
+        """How far a prompt's prefix reaches as ever slower ones of these tiers are asked, in pages.
+
+        deepest_first: the prompt's event_keys. The fastest tier comes first: [("device", 3),
+        ("disk", 16)] means that pages 3 to 15 are on disk only. Where several tiers hold a page
+        the fastest counts.
+        """
+        faster = sum([_BIT[tier] for tier in tiers])  # those that would still shorten a fetch
+        runs: list[tuple[Tier, int]] = []
+        get, num_pages = self._tiers_by_key.get, len(deepest_first)
+        # In blocks, as bytes: a prompt may have thousands of pages, and each engine is asked.
+        for start in range(0, num_pages, _BLOCK_PAGES):
+            block = bytes(map(get, deepest_first[start : start + _BLOCK_PAGES], repeat(0)))
+            while faster and (at := block.translate(_IS_IN[faster]).find(1)) >= 0:
+                bits = block[at] & faster
+                bit = bits & -bits  # the lowest: a faster tier has a lower bit
+                runs.append((_TIER_BY_BIT[bit], num_pages - start - at))
+                faster &= bit - 1
+            if not faster:
+                break
+        runs.reverse()
+        return runs
 
     def tiers(self, key: bytes) -> tuple[Tier, ...]:
         """Where the page with this 16-byte key is, fastest first."""

@@ -1,7 +1,8 @@
 """Where a request goes: filter → score → pick, in seconds, with the reasons kept.
 
 Cost is (tokens queued before it + own_weight × its own uncached tokens) ÷ the measured prefill
-rate: affinity and residency are worth tokens, they are no command. Among nodes whose costs are
+rate, + the time to fetch what slower tiers hold of its prefix, where that is quicker than computing
+it: affinity and residency are worth tokens, they are no command. Among nodes whose costs are
 nearly equal the order is rendezvous hashing (Thaler and Ravishankar, 1998) on the session's key,
 else on the prompt's first page, walked with a bounded load (Mirrokni et al., 2016), so that
 gateways agree without talking and a node that joins or leaves moves few sessions.
@@ -13,13 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
-from math import ceil
+from math import ceil, inf
 from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
-from policies.contract.wire import NodeState
+from policies.contract.wire import NodeState, Tier
 
 Affinity = Literal["hit", "spill", "new", "none"]
 Reason = Literal["home", "least_cost", "rendezvous", "least_in_flight", "turn"]
@@ -36,7 +37,7 @@ class RoutingPolicy(StrEnum):
 class RoutingParameters(Struct, frozen=True, forbid_unknown_fields=True):
     """defaults/routing.toml says what each is for."""
 
-    version: str = "routing-1"
+    version: str = "routing-2"
     own_weight: float = 4.0
     slack: float = 0.15
     window_s: float = 0.05
@@ -44,6 +45,21 @@ class RoutingParameters(Struct, frozen=True, forbid_unknown_fields=True):
     fallback_tokens_per_s: float = 2000.0
     home_idle_s: float = 3600.0
     max_homes: int = 65_536
+    host_bytes_per_s: float = 4e9
+    disk_bytes_per_s: float = 1e9
+    cluster_bytes_per_s: float = 5e8
+
+    def bytes_per_s(self, tier: Tier) -> float:
+        """Of a slower tier that has not measured its own rate."""
+        match tier:
+            case "device":
+                return inf
+            case "host":
+                return self.host_bytes_per_s
+            case "disk":
+                return self.disk_bytes_per_s
+            case "cluster":
+                return self.cluster_bytes_per_s
 
 
 def parse_parameters(text: str) -> RoutingParameters:
@@ -79,11 +95,23 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
+class Reach:
+    """tokens: how much of the prompt's prefix an engine has, this tier and all faster ones taken
+    together. fetch_s: seconds to bring one of its tokens to the device; 0 where they are there."""
+
+    tokens: int
+    fetch_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Scored:
+    """hit_tokens are not computed; fetching those that are in slower tiers takes fetch_s."""
+
     candidate: Candidate
     hit_tokens: int
     uncached_tokens: int
     cost_s: float
+    fetch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,18 +166,33 @@ def _rejection(candidate: Candidate) -> Rejection | None:
 def score(
     candidates: Sequence[Candidate],
     wanted: Wanted,
-    hit_tokens: Callable[[Candidate], int],
+    reach: Callable[[Candidate], Sequence[Reach]],
     parameters: RoutingParameters,
 ) -> list[Scored]:
-    """Each candidate's cost in seconds; hit_tokens looks up the resident prefix on one."""
+    """Each candidate's cost in seconds; reach looks up the resident prefix on one, tier by tier,
+    the fastest first."""
     scored: list[Scored] = []
     for candidate in candidates:
-        hit = hit_tokens(candidate)
-        uncached = max(1, wanted.prompt_tokens - hit)  # the last token is always computed
         rate = candidate.tokens_per_s or parameters.fallback_tokens_per_s
-        cost_s = (candidate.backlog_tokens + parameters.own_weight * uncached) / rate
-        scored.append(Scored(candidate, hit, uncached, cost_s))
+        hit, fetch_s = _hit(reach(candidate), rate)
+        uncached = max(1, wanted.prompt_tokens - hit)  # the last token is always computed
+        cost_s = (candidate.backlog_tokens + parameters.own_weight * uncached) / rate + fetch_s
+        scored.append(Scored(candidate, hit, uncached, cost_s, fetch_s))
     return scored
+
+
+def _hit(reaches: Sequence[Reach], tokens_per_s: float) -> tuple[int, float]:
+    """(tokens not computed, seconds to fetch them), as the engine decides: a run that is slower to
+    fetch than to compute is computed, and what comes behind it too."""
+    hit, seconds = 0, 0.0
+    for one in reaches:
+        if one.tokens <= hit:
+            continue
+        if one.fetch_s * tokens_per_s >= 1.0:
+            break
+        seconds += (one.tokens - hit) * one.fetch_s
+        hit = one.tokens
+    return hit, seconds
 
 
 def pick(

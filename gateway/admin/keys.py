@@ -63,7 +63,7 @@ async def list_keys(services: Services, exchange: Exchange) -> None:
     """List keys, revoked ones too, oldest first."""
     query = read_query(exchange, KeysQuery)
     after = None if query.after is None else read_cursor(query.after, tuple[float, str])
-    found = await _change(services, lambda keys: keys.list_after(after, query.limit + 1))
+    found = await change_keys(services, lambda keys: keys.list_after(after, query.limit + 1))
     keys = tuple(found[: query.limit])
     is_last = len(found) == len(keys)
     cursor = None if is_last else write_cursor((keys[-1].created_at, keys[-1].key_id))
@@ -73,7 +73,7 @@ async def list_keys(services: Services, exchange: Exchange) -> None:
 async def create_key(services: Services, exchange: Exchange) -> None:
     """Create a key; its secret is in this answer and nowhere else."""
     new = decoded(exchange.body, _new_key, needs="a name")
-    key, secret = await _change(services, lambda keys: keys.create(new.name, new.tenant))
+    key, secret = await change_keys(services, lambda keys: keys.create(new.name, new.tenant))
     exchange.notes["key_id"] = key.key_id
     created = CreatedKey(**msgspec.structs.asdict(key), secret=secret)
     await exchange.reply_json(created, status=201, headers=[("cache-control", "no-store")])
@@ -82,7 +82,7 @@ async def create_key(services: Services, exchange: Exchange) -> None:
 async def show_key(services: Services, exchange: Exchange) -> None:
     """Show a key by its id, or a live one by its name."""
     name = exchange.parameters["key"]
-    await exchange.reply_json(await _change(services, lambda keys: keys.get(name)))
+    await exchange.reply_json(await change_keys(services, lambda keys: keys.get(name)))
 
 
 async def rename_key(services: Services, exchange: Exchange) -> None:
@@ -104,12 +104,12 @@ async def revoke_key(services: Services, exchange: Exchange) -> None:
 
 
 async def _answer(services: Services, exchange: Exchange, change: Callable[[Keys], Key]) -> None:
-    key = await _change(services, change)
+    key = await change_keys(services, change)
     exchange.notes["key_id"] = key.key_id
     await exchange.reply_json(key)
 
 
-async def _change(services: Services, work: Callable[[Keys], Done]) -> Done:
+async def change_keys(services: Services, work: Callable[[Keys], Done]) -> Done:
     """Raises GatewayError for what the book of keys refuses."""
 
     def in_thread() -> Done:

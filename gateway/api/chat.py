@@ -31,6 +31,7 @@ async def chat(services: Services, exchange: Exchange) -> None:
             served,
             prompts=[Prompt(ids, "messages")],
             sampling=request.sampling,
+            retention=request.retention,
             hints=request.hints,
             tools=request.tools,
         )

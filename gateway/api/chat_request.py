@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from gateway.api.retention import Retention, read_retention
 from gateway.api.sampling_request import (
     MAX_TOP_LOGPROBS,
     SamplingRequest,
@@ -83,6 +84,7 @@ class ChatRequest:
     include_usage: bool
     include_cost: bool
     sampling: SamplingRequest
+    retention: Retention
     hints: BodyHints
     tools: ToolsRequest
 
@@ -110,6 +112,7 @@ def read_chat_request(data: bytes, limits: LimitsConfig) -> ChatRequest:
             ),
             logprobs=_logprobs(body),
         ),
+        retention=read_retention(body, limits),
         hints=BodyHints(
             prompt_cache_key=body.prompt_cache_key,
             session_id=body.session_id,

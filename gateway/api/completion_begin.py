@@ -12,6 +12,7 @@ from gateway.api.choice import Choice, Echo
 from gateway.api.completion_run import CompletionRun, Part
 from gateway.api.exchange import Exchange, dice
 from gateway.api.models import find_model, window_of
+from gateway.api.retention import Retention
 from gateway.api.sampling_request import SamplingRequest
 from gateway.api.time_limit import TimeLimit
 from gateway.api.tools_request import NO_TOOLS, ToolsRequest
@@ -72,6 +73,7 @@ async def begin(
     *,
     prompts: Sequence[Prompt],
     sampling: SamplingRequest,
+    retention: Retention,
     hints: BodyHints,
     tools: ToolsRequest = NO_TOOLS,
 ) -> CompletionRun:
@@ -84,6 +86,7 @@ async def begin(
     limits = [_max_tokens(services, served, prompt, sampling.max_tokens) for prompt in prompts]
     if sampling.max_tokens is not None and sampling.max_tokens > min(limits):
         exchange.common_headers.append(_clipped(sampling.max_tokens, limits))
+    exchange.common_headers += retention.headers()
     for prompt, max_tokens in zip(prompts, limits, strict=True):
         shed = services.admission.reserve(
             ticket, prompt_tokens=len(prompt.ids), max_tokens=max_tokens, choices=sampling.n
@@ -128,6 +131,7 @@ async def begin(
             affinity_key=session,
             n=sampling.n,
             compute=info.compute,
+            retention_s=retention.seconds,
         )
         choices = [
             Choice(
@@ -195,7 +199,7 @@ async def tokenised(
         ) from None
     except TextError as error:
         if error.code == "context_length_exceeded":
-            raise _too_long(served, field, error.found) from None
+            raise too_long(served, field, error.found) from None
         raise GatewayError(
             error.code if error.code in KINDS else "invalid_request",
             field=field if error.field == "prompt" else error.field,
@@ -209,7 +213,7 @@ def _max_tokens(services: Services, served: ServedModel, prompt: Prompt, asked: 
     """The room that is left, or less."""
     room = window_of(served.info) - len(prompt.ids)
     if room < 1:
-        raise _too_long(served, prompt.field, f"{len(prompt.ids)} tokens")
+        raise too_long(served, prompt.field, f"{len(prompt.ids)} tokens")
     bound = services.config.limits.max_completion_tokens
     allowed = room if bound is None else min(room, bound)
     if asked is None:
@@ -223,8 +227,8 @@ def _clipped(asked: int, limits: Sequence[int]) -> tuple[str, str]:
     return ("x-kagari-changed", f"max_tokens {shown} -> {min(limits)}")
 
 
-def _too_long(served: ServedModel, field: str, found: str) -> GatewayError:
-    """The words are those that harnesses recognise, so that they compact and do not retry."""
+def too_long(served: ServedModel, field: str, found: str) -> GatewayError:
+    """A prompt beyond the window, in words that harnesses recognise: they compact, not retry."""
     window = window_of(served.info)
     return GatewayError(
         "context_length_exceeded",

@@ -255,9 +255,9 @@ class CompletionRun:
         """Cached tokens by the tier that held them."""
         tiers: dict[str, int] = {}
         for part in self.parts:
-            if part.stream is not None and part.stream.cached_tokens:
-                cached = min(part.stream.cached_tokens, len(part.dispatch.prompt))
-                tiers[part.stream.tier] = tiers.get(part.stream.tier, 0) + cached
+            if part.stream is not None:
+                for tier, tokens in part.stream.cached_by_tier.items():
+                    tiers[tier] = tiers.get(tier, 0) + tokens
         return tiers
 
     def _tell(self, status: Ending, ttft_s: float | None, ended: float) -> None:
@@ -265,6 +265,8 @@ class CompletionRun:
         metrics = self.services.metrics
         metrics.count("kagari_completions", model=self.model, outcome=status)
         if status != "failed":  # as the ledger counts
+            for tier, tokens in self._tiers().items():
+                metrics.count("kagari_cached_tier_tokens", tokens, model=self.model, tier=tier)
             metrics.count("kagari_prompt_tokens", usage.prompt_tokens, model=self.model)
             metrics.count("kagari_cached_tokens", usage.cached_tokens, model=self.model)
             metrics.count("kagari_completion_tokens", usage.completion_tokens, model=self.model)
@@ -275,6 +277,7 @@ class CompletionRun:
             attempts=self.first.attempt,
             path=PATH,
             cached_tokens=usage.cached_tokens,
+            tiers=self._tiers(),
             completion_tokens=usage.completion_tokens,
             finish="+".join(sorted({choice.reason or status for choice in self.choices})),
             ttft_s=None if ttft_s is None else round(ttft_s, 4),

@@ -46,6 +46,7 @@ async def completions(services: Services, exchange: Exchange) -> None:
             served,
             prompts=prompts,
             sampling=request.sampling,
+            retention=request.retention,
             hints=request.hints,
         )
         await answer(

@@ -8,6 +8,7 @@ from typing import cast
 
 import msgspec
 
+from gateway.api.retention import Retention, read_retention
 from gateway.api.sampling_request import (
     MAX_TOP_LOGPROBS,
     SamplingBody,
@@ -49,6 +50,7 @@ class CompletionRequest:
     include_usage: bool
     include_cost: bool
     sampling: SamplingRequest
+    retention: Retention
     hints: BodyHints
 
 
@@ -87,6 +89,7 @@ def read_completion_request(data: bytes, limits: LimitsConfig) -> CompletionRequ
         include_usage=wants_usage(body),
         include_cost=wants_cost(body),
         sampling=sampling,
+        retention=read_retention(body, limits),
         hints=BodyHints(
             prompt_cache_key=body.prompt_cache_key,
             session_id=body.session_id,

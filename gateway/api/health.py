@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from gateway.api.exchange import Exchange
+from gateway.nodes.tier_figures import tell_tiers
 from gateway.services import Services
 
 
@@ -53,7 +54,9 @@ async def metrics(services: Services, exchange: Exchange) -> None:
     board.set("kagari_requests_in_flight", services.admission.in_flight)
     board.set("kagari_reserved_tokens", services.admission.reserved_tokens)
     board.set("kagari_ledger_open_rows", services.ledger.health().open_rows)
-    states = [node.state for node in services.fleet.nodes()]
+    nodes = services.fleet.nodes()
+    tell_tiers(board, nodes)
+    states = [node.state for node in nodes]
     for state in ("joining", "ready", "suspect", "draining", "lost"):
         board.set("kagari_nodes", states.count(state), state=state)
     await exchange.reply(200, board.text(), content_type="text/plain; version=0.0.4; charset=utf-8")

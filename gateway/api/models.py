@@ -11,7 +11,7 @@ from gateway.errors import GatewayError, near, quote
 from gateway.nodes.fleet import Fleet
 from gateway.nodes.views import ServedModel
 from gateway.services import Services
-from policies.contract.wire import EngineInfo
+from policies.contract.wire import EngineInfo, Tier
 from policies.pricing import Rates
 
 CREATED = 1_704_067_200  # the field is required and has no meaning here: a constant
@@ -19,6 +19,13 @@ CREATED = 1_704_067_200  # the field is required and has no meaning here: a cons
 
 class Training(Struct, frozen=True):
     n_ctx_train: int
+
+
+class TierCapacity(Struct, frozen=True):
+    """How many tokens' pages one node keeps there; 0: the store itself decides."""
+
+    tier: Tier
+    tokens: int
 
 
 class Disclosure(Struct, frozen=True):
@@ -32,6 +39,8 @@ class Disclosure(Struct, frozen=True):
     tools: bool  # its template knows tools
     weights_digest: str
     page_size: int
+    page_bytes: int  # of kv_precision, scales included; 0: an older node, which does not tell
+    kv_capacity: tuple[TierCapacity, ...]  # fastest first
     price_pico_usd_per_token: Rates
 
 
@@ -120,6 +129,11 @@ def _told(services: Services, model: ServedModel) -> Model:
             tools=model.text.parser_family is not None,
             weights_digest=info.weights_digest,
             page_size=info.page_size,
+            page_bytes=info.page_bytes,
+            kv_capacity=tuple(
+                TierCapacity(tier, pages * info.page_size)
+                for tier, pages in (("device", info.num_pages), *info.tier_pages)
+            ),
             price_pico_usd_per_token=services.prices.rates(model.alias_of or model.name),
         ),
     )

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
+from gateway.api.retention import CacheOptions
 from gateway.config import LimitsConfig
 from gateway.errors import GatewayError, quote
 from gateway.text.model import TextModel
@@ -34,7 +35,7 @@ class UsageOptions(Struct, frozen=True):
 
 
 class SamplingBody(Struct, frozen=True, kw_only=True):
-    """The wire form. Types only; ranges are checked in `read_sampling`."""
+    """The wire form. Types only; ranges are checked in `read_sampling` and `read_retention`."""
 
     model: str
     stream: bool | None = None
@@ -54,6 +55,9 @@ class SamplingBody(Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: CacheOptions | None = None
+    retention_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
+from gateway.cli.problem import FAILED
+
 if TYPE_CHECKING:
     from gateway.cli.admin_call import Admin
 
@@ -17,6 +19,7 @@ Tenant = Annotated[str | None, typer.Option(help="Only this tenant.")]
 KeyId = Annotated[str | None, typer.Option(help="Only the key with this id.")]
 Model = Annotated[str | None, typer.Option(help="Only this model.")]
 
+ANSWER_S = 10.0  # beside what the gateway was asked to wait
 CONNECTION = ("--home", "--url", "--token", "--token-file")
 
 
@@ -43,7 +46,11 @@ admin_app = typer.Typer(
     no_args_is_help=True,
 )
 keys_app = typer.Typer(help="API keys of a running gateway.", no_args_is_help=True)
+prefixes_app = typer.Typer(
+    help="Prompts that are kept computed on all nodes.", no_args_is_help=True
+)
 admin_app.add_typer(keys_app, name="keys")
+admin_app.add_typer(prefixes_app, name="prefixes")
 
 
 @admin_app.callback()
@@ -211,6 +218,78 @@ def undrain(context: typer.Context, node_id: str, as_json: AsJson = False) -> No
 
     admin: Admin = context.obj()
     admin.show(admin.ask("POST", "/nodes", node_id, "undrain"), show_drain, as_json=as_json)
+
+
+@prefixes_app.command("list")
+def prefixes_list(context: typer.Context, as_json: AsJson = False) -> None:
+    """All that have not expired, oldest first."""
+    from gateway.cli.admin_tables import show_prefixes
+
+    admin: Admin = context.obj()
+    admin.show(admin.ask("GET", "/prefixes")["prefixes"], show_prefixes, as_json=as_json)
+
+
+@prefixes_app.command("show")
+def prefixes_show(context: typer.Context, prefix_id: str, as_json: AsJson = False) -> None:
+    """One, and what each node says of it."""
+    from gateway.cli.admin_tables import show_prefix
+
+    admin: Admin = context.obj()
+    admin.show(admin.ask("GET", "/prefixes", prefix_id), show_prefix, as_json=as_json)
+
+
+@prefixes_app.command("create")
+def prefixes_create(
+    context: typer.Context,
+    name: str,
+    model: Annotated[str, typer.Option(help="The model whose requests begin with it.")],
+    file: Annotated[
+        Path, typer.Option(help="JSON with messages (and tools) or prompt, as in a request's body.")
+    ],
+    tenant: Annotated[str, typer.Option(help="Whose requests share it.")] = "default",
+    ttl_s: Annotated[float, typer.Option(help="Seconds to keep it.")] = 86_400.0,
+    wait_s: Annotated[float, typer.Option(help="Longest wait for the nodes' answers.")] = 15.0,
+    as_json: AsJson = False,
+) -> None:
+    """Pin a prompt on every node that serves the model, and on those that join later."""
+    from gateway.cli.admin_call import read_prompt
+    from gateway.cli.admin_tables import show_prefix
+
+    admin: Admin = context.obj()
+    body = {"name": name, "model": model, "tenant": tenant, "ttl_s": ttl_s, "wait_s": wait_s}
+    made = admin.ask(
+        "POST", "/prefixes", body={**body, **read_prompt(file)}, patience_s=wait_s + ANSWER_S
+    )
+    admin.show(made, show_prefix, as_json=as_json)
+
+
+@prefixes_app.command("delete")
+def prefixes_delete(context: typer.Context, prefix_id: str, as_json: AsJson = False) -> None:
+    """Unpin: its pages are evicted as any others from now on."""
+    from gateway.cli.admin_tables import show_deleted
+
+    admin: Admin = context.obj()
+    admin.show(admin.ask("DELETE", "/prefixes", prefix_id), show_deleted, as_json=as_json)
+
+
+@admin_app.command()
+def purge(
+    context: typer.Context,
+    tenant: str,
+    wait_s: Annotated[float, typer.Option(help="Longest wait for the nodes' answers.")] = 15.0,
+    as_json: AsJson = False,
+) -> None:
+    """Remove a tenant's pages from all tiers of all nodes. Exit 1 while something may be left."""
+    from gateway.cli.admin_tables import show_purge
+
+    admin: Admin = context.obj()
+    told = admin.ask(
+        "DELETE", "/tenants", tenant, "cache",
+        query={"wait_s": str(wait_s)}, patience_s=wait_s + ANSWER_S,
+    )  # fmt: skip
+    admin.show(told, show_purge, as_json=as_json)
+    if not told["complete"]:
+        raise SystemExit(FAILED)
 
 
 @admin_app.command()

@@ -18,6 +18,7 @@ from gateway.home import ADDRESSES_NAME
 from gateway.ledger.files import LEDGER_NAME, has_writer
 
 PAGE_ROWS = 1000
+ANSWER_S = 10.0
 NO_ANSWERS = (404, 409)  # the command was right and the answer is no
 Answer = TypeVar("Answer")
 
@@ -35,13 +36,14 @@ class Admin:
         *names: str,
         body: Any = None,
         query: Mapping[str, str | None] | None = None,
+        patience_s: float = ANSWER_S,
     ) -> Any:
         """One call below /admin/v1; names are parts of the path. Raises Problem."""
         parts = "".join("/" + quote(name, safe="") for name in names)
         told = {name: value for name, value in (query or {}).items() if value is not None}
         target = f"/admin/v1{path}{parts}" + ("?" + urlencode(told) if told else "")
         try:
-            return call(self.server, method, target, body)
+            return call(self.server, method, target, body, patience_s)
         except HttpError as error:
             raise refusal(error) from error
         except (OSError, HTTPException, ValueError) as error:
@@ -129,6 +131,18 @@ def read_token(path: Path) -> str:
     if not token:
         raise misused("--token-file", f"{path}: empty", "a file with the operator's token")
     return token
+
+
+def read_prompt(file: Path) -> dict[str, Any]:
+    """The parts of a request's body that its prompt is made of. Raises Problem."""
+    allowed = "a JSON object with messages, or with prompt"
+    try:
+        told = json.loads(file.expanduser().read_text())
+    except (OSError, ValueError) as error:
+        raise misused("--file", f"{file}: {error}", allowed) from error
+    if not isinstance(told, dict):
+        raise misused("--file", f"{file}: no object", allowed)
+    return {name: told[name] for name in ("messages", "tools", "prompt") if name in told}
 
 
 def refusal(error: HttpError) -> Problem:

@@ -11,6 +11,8 @@ from gateway.cli.keys import when
 from gateway.cli.tables import plain_table, print_table
 from gateway.cli.usage import usd
 
+TROUBLES = ("corrupt_pages", "timeouts")  # of a tier
+
 
 def show_keys(keys: Sequence[Any]) -> None:
     table = plain_table("id", "name", "tenant", "created", "revoked")
@@ -103,7 +105,17 @@ def _seconds(value: float | None) -> str:
 def show_nodes(nodes: Sequence[Any]) -> None:
     table = plain_table(
         *("node", "state", "in flight", "report", "model", "engine"),
-        *("waiting", "running", "backlog", "pages held", "cached", "free", "resident"),
+        *(
+            "waiting",
+            "running",
+            "backlog",
+            "pages held",
+            "cached",
+            "free",
+            "resident",
+            "pinned",
+            "slower tiers",
+        ),
     )
     for node in nodes:
         own = (
@@ -129,13 +141,75 @@ def _engine_cells(engine: Any) -> tuple[str, ...]:
         str(engine["backlog_tokens"]),
         *(str(report.get(name, "-")) for name in pages),
         str(engine["resident_pages"]),
+        str(report.get("pages_pinned", "-")),
+        ", ".join(map(_tier, report.get("tiers", ()))) or "-",
     )
+
+
+def _tier(tier: Any) -> str:
+    """Such as "disk 12/700", and what is wrong with it."""
+    total = tier["pages_total"] or "?"
+    troubles = [tier["state"]] if tier["state"] != "ok" else []
+    troubles += [f"{tier[name]} {name.removesuffix('_pages')}" for name in TROUBLES if tier[name]]
+    told = f" ({', '.join(troubles)})" if troubles else ""
+    return f"{tier['tier']} {tier['pages_used']}/{total}{told}"
 
 
 def show_drain(answer: Any) -> None:
     is_draining = answer["draining"]
     done = "takes nothing new" if is_draining else "is chosen again"
     sys.stdout.write(f"{answer['node_id']} {done}\n")
+
+
+def show_prefixes(prefixes: Sequence[Any]) -> None:
+    table = plain_table(
+        *("id", "name", "tenant", "model", "state", "nodes", "tokens", "pages", "expires")
+    )
+    for one in prefixes:
+        pinned = sum([node["state"] == "pinned" for node in one["nodes"]])
+        table.add_row(
+            one["prefix_id"],
+            one["name"],
+            one["tenant"],
+            one["model"],
+            one["state"],
+            f"{pinned} of {len(one['nodes'])}",
+            f"{one['tokens']:,}",
+            str(one["pages"]),
+            when(one["expires_at"]),
+        )
+    print_table(table)
+
+
+def show_prefix(prefix: Any) -> None:
+    show_prefixes([prefix])
+    for node in prefix["nodes"]:
+        why = f": {node['code']}, {node['message']}" if node["code"] else ""
+        sys.stdout.write(
+            f"{node['node_id']} engine {node['engine']}: {node['state']},"
+            f" {node['pages']} pages{why}\n"
+        )
+
+
+def show_deleted(prefix: Any) -> None:
+    sys.stdout.write(f"{prefix['prefix_id']} ({prefix['name']}) is not pinned any more\n")
+
+
+def show_purge(answer: Any) -> None:
+    table = plain_table("node", "engine", "model", "state", "pages removed", "may be left in")
+    for node in answer["nodes"]:
+        table.add_row(
+            node["node_id"],
+            str(node["engine"]),
+            node["model"],
+            node["state"],
+            str(node["pages"]),
+            ", ".join(node["left"]) or "-",
+        )
+    print_table(table)
+    removed = f"{answer['pages']} pages and {answer['prefixes_removed']} prefixes"
+    rest = "nothing is left" if answer["complete"] else "the rest goes on, also for nodes away"
+    sys.stdout.write(f"{answer['tenant']}: {removed} removed; {rest}\n")
 
 
 def show_prices(answer: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -97,9 +97,17 @@ def sse_data(response: http.client.HTTPResponse) -> Iterator[Any]:
 
 
 def stream_chat(
-    server: Server, body: dict[str, Any], headers: Mapping[str, str], timeout_s: float = 120
+    server: Server,
+    body: dict[str, Any],
+    headers: Mapping[str, str],
+    timeout_s: float = 120,
+    *,
+    on_text: Callable[[], object] = lambda: None,
 ) -> ChatReply:
-    """Raises HttpError before the first byte, StreamFailed on an error event after it."""
+    """Raises HttpError before the first byte, StreamFailed on an error event after it.
+
+    on_text is called for each piece of text as it comes.
+    """
     connection = server.connect(timeout_s)
     started = time.monotonic()
     first: float | None = None
@@ -121,6 +129,7 @@ def stream_chat(
                 if piece:
                     first = first if first is not None else time.monotonic()
                     text.append(piece)
+                    on_text()
             usage = event.get("usage") or usage
         ended = time.monotonic()
         return ChatReply(

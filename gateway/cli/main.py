@@ -77,9 +77,23 @@ def serve(
     device: Annotated[str | None, typer.Option(help="auto, cuda or cpu.")] = None,
     compute: Annotated[str | None, typer.Option(help="exact or fast.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Of weights: auto, bf16 or fp32.")] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="auto, bf16 or fp32.")] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="Of pages: auto, bf16, fp32, fp8 or int8.")
+    ] = None,
     kv_device_tokens: Annotated[
         int | None, typer.Option(help="Tokens the KV pool of each engine holds.")
+    ] = None,
+    kv_host_mb: Annotated[
+        int | None, typer.Option(help="Memory for pages beside the pool, each engine; 0: none.")
+    ] = None,
+    kv_disk_mb: Annotated[
+        int | None, typer.Option(help="Disk for pages, each engine; 0: none.")
+    ] = None,
+    kv_disk_dir: Annotated[
+        Path | None, typer.Option(help="Folder of pages on disk; default: kv in home.")
+    ] = None,
+    cluster_store: Annotated[
+        str | None, typer.Option(help="Pages shared by nodes: mooncake://HOST:PORT.")
     ] = None,
     step_tokens: Annotated[
         int | None, typer.Option(help="Most tokens an engine computes in one step.")
@@ -110,6 +124,10 @@ def serve(
         "--dtype": dtype,
         "--kv-dtype": kv_dtype,
         "--kv-device-tokens": kv_device_tokens,
+        "--kv-host-mb": kv_host_mb,
+        "--kv-disk-mb": kv_disk_mb,
+        "--kv-disk-dir": kv_disk_dir,
+        "--cluster-store": cluster_store,
         "--step-tokens": step_tokens,
         "--overlap": overlap,
     }
@@ -286,7 +304,7 @@ def demo(
     check: Annotated[bool, typer.Option(help="Exit 1 if a claim does not hold.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """A live show on the embedded model: affinity, and the discount it earns."""
+    """A live show on the embedded model: affinity, its discount, and what outlives memory."""
     from gateway.demo.show import run_demo
 
     run_demo(check=check, as_json=as_json)

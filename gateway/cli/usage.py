@@ -121,7 +121,7 @@ def print_requests(path: Path) -> None:
     from gateway.cli.tables import plain_table, print_table
 
     table = plain_table(
-        *("request", "model", "status", "node"), *("prompt", "cached", "completion", "USD")
+        *("request", "model", "status", "node"), *("prompt", "cached", "from", "completion", "USD")
     )
     for line in requests(path):
         table.add_row(
@@ -131,6 +131,7 @@ def print_requests(path: Path) -> None:
             line.node or "-",
             str(line.prompt_tokens),
             str(line.cached_tokens),
+            "+".join(line.tiers) or "-",
             str(line.completion_tokens),
             usd(line.charge_nano_usd),
         )

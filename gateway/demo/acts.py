@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from policies.contract.wire import Usage
 from policies.pricing import charge
 
 CLEAR_MARGIN = 0.15  # of the hit rate, which is cached ÷ prompt tokens
+FOUND = 0.9  # of the prompt, in the cache when a conversation comes back
+QUICKER = 4.0  # cold ÷ warm time to the first token, on a machine that may be busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,26 @@ class Turn:
     turn: int
     reply: ChatReply
     charge_nano_usd: int
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """One return of a conversation. tier: where its pages were to be; tiers: the ledger's word on
+    its cached tokens."""
+
+    tier: str
+    reply: ChatReply
+    tiers: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """What became of the stream whose node was killed, and when the node served again."""
+
+    error: str
+    status: str
+    charge_nano_usd: int
+    back_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,4 +190,45 @@ def discount_row(line: RequestLine) -> dict[str, Any]:
         "discount_nano_usd": right.discount,
         "bill_nano_usd": line.charge_nano_usd,
         "balances": line.charge_nano_usd == right.full - right.discount == (by_hand + 500) // 1000,
+    }
+
+
+def tiers_act(returns: Sequence[Return], killed: Killed) -> Act:
+    """The first return is cold; each later one is quicker, and says the same."""
+    cold, *later = returns
+    claims = [Claim("cold: nothing of it was cached", cold.reply.cached_tokens == 0)]
+    for one in later:
+        reply, quicker = one.reply, cold.reply.ttft_s / one.reply.ttft_s
+        from_tier = one.tiers.get(one.tier, 0)
+        claims.append(
+            Claim(
+                f"{one.tier}: {reply.cached_tokens:,} of {reply.prompt_tokens:,} tokens found, "
+                f"{from_tier:,} there; {quicker:.1f} x quicker than cold",
+                reply.cached_tokens >= FOUND * reply.prompt_tokens
+                and from_tier > reply.cached_tokens / 2
+                and sum(one.tiers.values()) == reply.cached_tokens
+                and quicker >= QUICKER,
+            )
+        )
+    answers = {one.reply.text for one in returns}
+    claims += [
+        Claim("the same answer from every tier", len(answers) == 1 and answers != {""}),
+        Claim(
+            f"killed in the middle: the stream ended in an error and cost nothing; the node was "
+            f"back in {killed.back_s:.1f} s",
+            bool(killed.error) and (killed.status, killed.charge_nano_usd) == ("failed", 0),
+        ),
+    ]
+    return Act("tiers", [return_row(one, cold) for one in returns], claims)
+
+
+def return_row(one: Return, cold: Return) -> dict[str, Any]:
+    return {
+        "tier": one.tier,
+        "node": one.reply.node,
+        "prompt_tokens": one.reply.prompt_tokens,
+        "cached_tokens": one.reply.cached_tokens,
+        "tiers": dict(one.tiers),
+        "ttft_s": round(one.reply.ttft_s, 4),
+        "times_quicker": round(cold.reply.ttft_s / one.reply.ttft_s, 2),
     }

@@ -18,7 +18,17 @@ from rich.table import Table
 from gateway.cli.client import ChatReply, HttpError, StreamFailed, stream_chat
 from gateway.cli.problem import FAILED, Problem
 from gateway.cli.usage import usd
-from gateway.demo.acts import Act, Turn, affinity_act, discount_act, hit_rate, mean_ttft_s
+from gateway.demo.acts import (
+    Act,
+    Return,
+    Turn,
+    affinity_act,
+    discount_act,
+    hit_rate,
+    mean_ttft_s,
+    tiers_act,
+)
+from gateway.demo.returns import FLAGS, play_returns
 from gateway.demo.scenario import (
     COMPLETION_TOKENS,
     NUM_AGENTS,
@@ -36,6 +46,13 @@ MODEL = "smollm2-135m"
 STAGGER_S = 0.03  # the first is placed before the second comes, and all before a chunk is computed
 STEP_TOKENS = 256  # short steps, so that an engine on a busy machine still reports in time
 SETTLED_S = 2.0
+BAR_CHARS = 40
+# Tiers are act 4's matter: in the first two, pages leave for good.
+NO_TIERS = (
+    *("--kv-device-tokens", str(POOL_TOKENS)),
+    *("--kv-host-mb", "0"),
+    *("--kv-disk-mb", "0"),
+)
 
 ROUND_ROBIN = "round robin"
 AFFINITY = "affinity"
@@ -94,7 +111,7 @@ class Screen:
 
 
 def run_demo(*, check: bool, as_json: bool) -> None:
-    """Both acts. With check, exit 1 when a claim fails; with as_json, one object on stdout."""
+    """All acts. With check, exit 1 when a claim fails; with as_json, one object on stdout."""
     screen = Screen()
     try:
         acts = play(screen)
@@ -113,7 +130,7 @@ def run_demo(*, check: bool, as_json: bool) -> None:
 
 
 def play(screen: Screen) -> list[Act]:
-    """Act 1 twice on fresh nodes, act 2 from the ledger of its second half."""
+    """Act 1 twice on fresh nodes, act 2 from the ledger of its second half, act 4 on a third."""
     screen.say(
         f"{NUM_AGENTS} agents, {NUM_TURNS} turns each, one system prompt for all; 2 nodes that "
         f"hold {POOL_TOKENS:,} tokens each. All on this machine, with {MODEL}."
@@ -126,6 +143,8 @@ def play(screen: Screen) -> list[Act]:
             ledger = stack.home / LEDGER_NAME
             lines = settled(ledger, len(after))
             total = usage_by(ledger, ())[0]
+        with started(Path(folder, "returns"), {}, nodes=1, flags=FLAGS) as stack:
+            tiers = show_returns(stack, screen)
     affinity = affinity_act(before, after)
     screen.say("\nAct 1, affinity: what is already computed is found again")
     screen.say(
@@ -137,20 +156,45 @@ def play(screen: Screen) -> list[Act]:
     screen.say("\nAct 2, discount: full price − cached discount = bill")
     show_discount(screen, discount)
     screen.verdict(discount)
-    return [affinity, discount]
+    screen.say("\nAct 4, tiers: a conversation comes back from memory, from disk, from a kill")
+    screen.verdict(tiers)
+    return [affinity, discount, tiers]
 
 
-def started(home: Path, environment: dict[str, str]) -> Stack:
-    """Two nodes with small pools, cold caches and a ledger of their own, on free ports."""
+def started(
+    home: Path,
+    environment: dict[str, str],
+    *,
+    nodes: int = 2,
+    flags: tuple[str, ...] = NO_TIERS,
+) -> Stack:
+    """Nodes with small pools, cold caches and a ledger of their own, on free ports."""
     return Stack(
         home,
-        *("--nodes", "2"),
+        *("--nodes", str(nodes)),
         *("--port", "0"),
         *("--model", MODEL),
-        *("--kv-device-tokens", str(POOL_TOKENS)),
         *("--step-tokens", str(STEP_TOKENS)),
+        *flags,
         environment=environment,
     )
+
+
+def show_returns(stack: Stack, screen: Screen) -> Act:
+    """A bar for each return, as long as its time to the first token."""
+    screen.say("\nA conversation comes back: time to its first token")
+    cold_s = 0.0
+
+    def tell(one: Return) -> None:
+        nonlocal cold_s
+        ttft_s = one.reply.ttft_s
+        cold_s = cold_s or ttft_s
+        bar = "█" * max(1, round(BAR_CHARS * min(1.0, ttft_s / cold_s)))
+        found = ", ".join(f"{tokens:,} from {tier}" for tier, tokens in one.tiers.items())
+        screen.say(f"  {one.tier:>6}  {bar:<{BAR_CHARS}}  {ttft_s:6.2f} s  {found or 'computed'}")
+
+    returns, killed = play_returns(stack, tell)
+    return tiers_act(returns, killed)
 
 
 def conversations(stack: Stack, routing: str, screen: Screen) -> list[Turn]:

@@ -54,6 +54,8 @@ def settle_values(row: OpenRow, end: Settlement) -> tuple[Value, ...]:
     if status == "failed":
         attempts = (*attempts, _failed_attempt(end, produced))
         billed = Usage()
+    # What nodes say of tiers is kept where it adds up, and nowhere else.
+    tiers = end.tiers if sum(end.tiers.values()) == produced.cached_tokens else {}
     price = charge(billed, row.rates)
     ended_at = end.ended_at if math.isfinite(end.ended_at) else row.started_at
     return (
@@ -61,7 +63,7 @@ def settle_values(row: OpenRow, end: Settlement) -> tuple[Value, ...]:
         billed.prompt_tokens, billed.cached_tokens, billed.completion_tokens,
         price.bill, price.discount, ended_at, ended_at,
         end.ttft_s if end.ttft_s is not None and math.isfinite(end.ttft_s) else None,
-        _json(end.tiers, "{}"), _json(attempts, "[]"), row.request_id,
+        _json(tiers, "{}"), _json(attempts, "[]"), row.request_id,
     )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from gateway.ledger.billing import Value, check_row, open_values, settle_values
 from gateway.ledger.files import LedgerError, take_writer_lock, wal_bytes
 from gateway.ledger.rows import Ending, LedgerFull, LedgerHealth, OpenRow, Settlement
 from policies.contract.wire import FinishReason, UsageRecord
+from policies.residency import slower_tokens, tokens_by_tier
 
 OPEN_EVERY_S = 0.005
 SETTLE_EVERY_S = 0.025
@@ -372,5 +373,6 @@ def _unserved(row: OpenRow, now: float) -> Settlement:
 def _ending(row: OpenRow, record: UsageRecord, ended_at: float) -> Settlement:
     return Settlement(
         record.request_id, ENDING_BY_REASON[record.reason], "exact", row.node, None, row.path,
-        record.usage.cached_tokens, record.usage.completion_tokens, {}, (), ended_at, None,
+        record.usage.cached_tokens, record.usage.completion_tokens,
+        tokens_by_tier(record.usage.cached_tokens, slower_tokens(record.usage)), (), ended_at, None,
     )  # fmt: skip

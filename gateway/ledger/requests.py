@@ -27,7 +27,10 @@ CLOCK_STEP_S = 3600.0  # a clock that was set back less than that hides no row f
 
 
 class RequestLine(Struct, frozen=True):
-    """One request as `kagari usage --requests --json` prints it; open and failed ones bill 0."""
+    """One request as `kagari usage --requests --json` prints it; open and failed ones bill 0.
+
+    tiers: cached_tokens by the tier that held them; empty where nobody told.
+    """
 
     request_id: str
     tenant: str
@@ -41,6 +44,7 @@ class RequestLine(Struct, frozen=True):
     completion_tokens: int
     charge_nano_usd: int
     rates: Rates
+    tiers: dict[str, int] = {}
 
 
 class RequestRow(Struct, frozen=True):

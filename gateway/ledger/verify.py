@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from gateway.ledger.files import LedgerError, has_writer, reading
@@ -13,6 +14,7 @@ from policies.contract.wire import Usage
 from policies.pricing import Rates, charge
 
 MAX_PROBLEMS = 100  # told; the rest is counted
+decode_tiers = msgspec.json.Decoder(dict[str, int]).decode
 
 TWICE = """
 SELECT group_concat(request_id, ' and ') FROM requests
@@ -78,9 +80,19 @@ def _verify(
         if answer != "ok":
             note(f"file: {answer}")
     boot = connection.execute("SELECT max(boot) FROM boots").fetchone()[0]
-    for request_id, row_boot, status, prompt, cached, completion, *figures in connection.execute(
+    for (
+        request_id,
+        row_boot,
+        status,
+        prompt,
+        cached,
+        completion,
+        tiers,
+        *figures,
+    ) in connection.execute(
         "SELECT request_id, boot, status, prompt_tokens, cached_tokens, completion_tokens,"
-        " rate_input, rate_cached, rate_output, charge_nano_usd, saved_nano_usd FROM requests"
+        " tiers, rate_input, rate_cached, rate_output, charge_nano_usd, saved_nano_usd"
+        " FROM requests"
     ):
         rows += 1
         rates, charged, discounted = Rates(*figures[:3]), figures[3], figures[4]
@@ -97,6 +109,8 @@ def _verify(
             )
         if status not in ("ok", "client_left") and (prompt or completion):
             note(f"{request_id}: {status}, yet {prompt} + {completion} tokens are billed")
+        if status in ("ok", "client_left") and not _adds_up(tiers, cached):
+            note(f"{request_id}: {cached} cached tokens, but its tiers say {tiers[:80]}")
         if status == "open":
             open_rows += 1
             if row_boot != boot or not is_written:
@@ -106,3 +120,12 @@ def _verify(
     for what, *group in connection.execute(UNBALANCED):
         note(f"{what}: {' / '.join(group)}")
     return Verification(rows, open_rows, bill, saved, problem_count, tuple(problems))
+
+
+def _adds_up(tiers: str, cached: int) -> bool:
+    """No tier at all: nobody told, as of rows that a resent usage settled."""
+    try:
+        told = decode_tiers(tiers)
+    except msgspec.MsgspecError:
+        return False
+    return not told or sum(told.values()) == cached

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.nodes.streams import Flow
-from policies.contract.wire import EngineInfo, EngineReport
+from policies.contract.wire import EngineInfo, EngineReport, Tier
 from policies.residency import Residency
 
 # A page may be expected before its event comes and lie in a slower tier too.
@@ -21,7 +21,9 @@ class Engine:
     def __init__(self, info: EngineInfo) -> None:
         self.info = info
         self.report: EngineReport | None = None
-        self.residency = Residency(min(MAX_KEYS, max(1, info.num_pages) * KEYS_PER_PAGE))
+        slower = sum([pages for _, pages in info.tier_pages])
+        most = max(1, info.num_pages) * KEYS_PER_PAGE + slower
+        self.residency = Residency(min(MAX_KEYS, most))
         self.resync_asked = False
         self.outstanding_tokens = 0  # ours, without a first token
         self._reports = 0
@@ -42,6 +44,12 @@ class Engine:
         """Measured prefill rate, tokens per second; 0 when unknown."""
         reported = self.report.prefill_tokens_per_s if self.report is not None else 0.0
         return reported or self.info.prefill_tokens_per_s
+
+    @property
+    def fetch_rates(self) -> dict[Tier, float]:
+        """Bytes per second of each slower tier that works; 0: not measured yet."""
+        tiers = self.report.tiers if self.report is not None else ()
+        return {one.tier: one.fetch_bytes_per_s for one in tiers if one.state == "ok"}
 
     def take_report(self, report: EngineReport) -> None:
         self.report = report

@@ -27,7 +27,7 @@ from gateway.nodes.placement import Placement
 from gateway.nodes.served import ServedModels
 from gateway.nodes.session import Session
 from gateway.nodes.streams import Dispatch, Flow, Lane, Stream, Waiter
-from gateway.nodes.views import NodeView, Residence, ServedModel, SessionView, node_view
+from gateway.nodes.views import NodeView, Place, Residence, ServedModel, SessionView, node_view
 from policies.contract import wire
 from policies.contract.wire import (
     BundlePart,
@@ -39,7 +39,9 @@ from policies.contract.wire import (
     Hello,
     Logprobs,
     PageEvents,
+    PinResult,
     PromptLogprobs,
+    PurgeResult,
     Refused,
     Report,
     Started,
@@ -85,7 +87,7 @@ class Fleet:
     """Nodes, models and streams of one gateway.
 
     on_usage_record takes final usages of requests this process does not know (its predecessor's);
-    they are acknowledged once it returns.
+    they are acknowledged once it returns. on_order_result takes a node's answers to `order`.
     """
 
     def __init__(
@@ -95,12 +97,14 @@ class Fleet:
         *,
         clock: Callable[[], float] = time.monotonic,
         on_usage_record: Callable[[UsageRecord], None] = lambda record: None,
+        on_order_result: Callable[[str, PinResult | PurgeResult], None] = lambda *_: None,
     ) -> None:
         self.config = config or FleetConfig()
         self.bundles = bundles
         self.skipped_frames = 0
         self._clock = clock
         self._on_usage_record = on_usage_record
+        self._on_order_result = on_order_result
         self._node_by_id: dict[str, Node] = {}
         self._served = ServedModels(self._node_by_id, bundles, self.config.default_models)
         self._placement = Placement(
@@ -151,6 +155,7 @@ class Fleet:
         flow.tried.append(node.node_id)
         flow.decision = decision
         flow.cached_tokens = None
+        flow.cached_by_tier = {}
         flow.prompt_logprobs = []
         engine.credit(flow, decision.chosen.uncached_tokens)
         node.session.submit(flow, chosen.engine, flow.deadline - now)
@@ -315,6 +320,8 @@ class Fleet:
                 self._on_engines_changed(node, session, engines)
             case Draining():
                 node.draining_itself = True
+            case PinResult() | PurgeResult():
+                self._on_order_result(node.node_id, message)
             case _:  # a second Hello
                 self._skip(session)
 
@@ -435,6 +442,34 @@ class Fleet:
         self._served.forget()
         if node.session is not None:
             node.session.outbox.send_urgent(wire.encode(wire.Drain(drain)))
+
+    def places(self, *, linked: bool = True) -> list[Place]:
+        """Engines of nodes that are linked, or of all that are or lately were."""
+        return [
+            Place(
+                node.node_id,
+                engine,
+                speaks=node.wire_version >= wire.TIERS_VERSION,
+                is_serving=self._served.state(node) == "ready" and self._served.is_servable(engine),
+            )
+            for node in self._node_by_id.values()
+            if node.session is not None or not linked
+            for engine in node.engine_by_index.values()
+        ]
+
+    def order(self, place: Place, order: wire.Pin | wire.Unpin | wire.Purge) -> bool:
+        """Send it; False when that engine is gone or the node's out-queue has no room."""
+        node = self._node_by_id.get(place.node_id)
+        if node is None or node.session is None:
+            return False
+        if node.engine_by_index.get(place.index) is not place.engine:
+            return False
+        frame = wire.encode(order)
+        outbox = node.session.outbox
+        if not outbox.has_room(len(frame)):
+            return False
+        outbox.send_urgent(frame)
+        return True
 
     def nodes(self) -> list[NodeView]:
         """Every node that is or lately was linked."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from gateway.nodes.engines import Engine
 from gateway.nodes.node import Node
 from gateway.nodes.served import ServedModels
 from gateway.nodes.streams import Flow
+from policies.contract.wire import Tier
 from policies.homes import Homes
 from policies.routing import (
     Candidate,
     Decision,
+    Reach,
     RoutingParameters,
     RoutingPolicy,
     Wanted,
@@ -21,6 +23,8 @@ from policies.routing import (
     retry_after_s,
     score,
 )
+
+CLUSTER: tuple[Tier, ...] = ("cluster",)
 
 
 class NoNode(Exception):
@@ -113,14 +117,14 @@ class Placement:
             self._turn += 1
             return pick_in_turn(kept, wanted, rejected, self._turn - 1)
 
-        page_size = served.info.page_size
-        most = max(0, wanted.prompt_tokens - 1) // page_size * page_size
+        most = max(0, wanted.prompt_tokens - 1) // served.info.page_size
+        shared = _shared_depths(engines.values(), flow.keys)
 
-        def hit_tokens(candidate: Candidate) -> int:
+        def reach(candidate: Candidate) -> list[Reach]:
             engine = engines[candidate.node_id, candidate.engine]
-            return min(most, engine.residency.hit_pages(flow.keys) * page_size)
+            return _reach(engine, flow.keys, shared, most, self._parameters)
 
-        scored = score(kept, wanted, hit_tokens, self._parameters)
+        scored = score(kept, wanted, reach, self._parameters)
         return pick(scored, wanted, rejected, self._parameters)
 
     def _candidate(self, node: Node, engine: Engine, flow: Flow) -> Candidate:
@@ -141,6 +145,44 @@ class Placement:
             backlog_tokens=engine.backlog_tokens,
             tokens_per_s=engine.tokens_per_s,
         )
+
+
+def _shared_depths(engines: Iterable[Engine], keys: Sequence[bytes]) -> dict[str, int]:
+    """What one engine put into the cluster store all can fetch whose pages mean the same.
+
+    By layout; the keys are of one interchangeable model. In pages.
+    """
+    depths: dict[str, int] = {}
+    for engine in engines:
+        if "cluster" in engine.fetch_rates:
+            for _, depth in engine.residency.reach(keys, CLUSTER):
+                layout = engine.info.layout_id
+                depths[layout] = max(depth, depths.get(layout, 0))
+    return depths
+
+
+def _reach(
+    engine: Engine,
+    keys: Sequence[bytes],
+    shared: Mapping[str, int],
+    most: int,
+    parameters: RoutingParameters,
+) -> list[Reach]:
+    """At most `most` pages of the prompt."""
+    info = engine.info
+    rates = engine.fetch_rates
+    pages = engine.residency.reach(keys, ("device", *rates))
+    if "cluster" in rates:
+        pages.append(("cluster", shared.get(info.layout_id, 0)))
+    return [
+        Reach(
+            min(most, depth) * info.page_size,
+            0.0
+            if tier == "device"
+            else info.page_bytes / info.page_size / (rates[tier] or parameters.bytes_per_s(tier)),
+        )
+        for tier, depth in pages
+    ]
 
 
 def _prompt_key(flow: Flow) -> bytes:

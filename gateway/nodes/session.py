@@ -16,6 +16,7 @@ from policies.contract.wire import (
     Started,
     Step,
 )
+from policies.residency import slower_tokens, tokens_by_tier
 
 MAX_ACKS_A_FRAME = 1024
 
@@ -66,6 +67,7 @@ class Session:
             salt=dispatch.salt,
             sampling=dispatch.sampling,
             deadline_s=deadline_s,
+            retention_s=dispatch.retention_s,
         )
         self.outbox.send_submit(flow.lanes[0].number, wire.encode(message))
 
@@ -146,7 +148,9 @@ class Session:
             flow = lane.flow
             flow.cached_tokens = event.cached_tokens
             flow.queue_s = event.queue_s
-            flow.tier = event.tier
+            flow.cached_by_tier = tokens_by_tier(
+                event.cached_tokens, slower_tokens(event), slowest=event.tier
+            )
 
     def on_logprobs(self, event: Logprobs | PromptLogprobs) -> None:
         lane = self.live.get(event.lane)
@@ -164,6 +168,7 @@ class Session:
         if lane is not None:
             self.acknowledge(lane.flow.dispatch.request_id, lane.flow.attempt, number)
             self._release(lane)
+            self._count_tiers(lane, event.usage)
             return lane
         record = self.ending.pop(number, None)
         if record is None:
@@ -172,6 +177,13 @@ class Session:
             self.acknowledge(*record, number)
             self._free.append(number)
         return None
+
+    def _count_tiers(self, lane: Lane, usage: wire.Usage) -> None:
+        """The first lane's end knows the split for certain; a start may have told the slowest."""
+        flow = lane.flow
+        slower = slower_tokens(usage)
+        if lane.index == 0 and usage.cached_tokens == flow.cached_tokens and any(slower.values()):
+            flow.cached_by_tier = tokens_by_tier(usage.cached_tokens, slower)
 
     def acknowledge(self, request_id: str, attempt: int, number: int) -> None:
         """The node may forget this final usage; sent in batches by flush_acks."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -41,6 +41,7 @@ class Dispatch:
     affinity_key: bytes | None
     n: int = 1  # lanes: they share the prompt and differ by their noise
     compute: str = "exact"  # of the engine, as announced when the request came
+    retention_s: float | None = None  # how long the client asks its pages to stay
 
 
 class Burst(Struct, frozen=True, gc=False):
@@ -124,6 +125,7 @@ class Flow:
 
     __slots__ = (
         "attempt",
+        "cached_by_tier",
         "cached_tokens",
         "credit",
         "credit_report",
@@ -139,7 +141,6 @@ class Flow:
         "prompt_logprobs",
         "queue_s",
         "session",
-        "tier",
         "tried",
         "waiter",
     )
@@ -157,7 +158,7 @@ class Flow:
         self.prompt_logprobs: list[TokenLogprob] = []
         self.cached_tokens: int | None = None
         self.queue_s = 0.0
-        self.tier = "device"
+        self.cached_by_tier: dict[str, int] = {}
         self.attempt = 0
         self.tried: list[str] = []  # node ids in order, this one last
         self.home: str | None = None  # before this request
@@ -260,9 +261,9 @@ class Stream:
         return self._flow.queue_s
 
     @property
-    def tier(self) -> str:
-        """Slowest tier the hit came from."""
-        return self._flow.tier
+    def cached_by_tier(self) -> Mapping[str, int]:
+        """The cached tokens by the tier that held them."""
+        return self._flow.cached_by_tier
 
     @property
     def produced(self) -> int:

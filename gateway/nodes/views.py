@@ -27,6 +27,23 @@ class ServedModel:
     alias_of: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An engine of a node, to be ordered something. engine: this life of it.
+
+    speaks: its wire version knows pins and purges. is_serving: it would be given requests.
+    """
+
+    node_id: str
+    engine: Engine
+    speaks: bool
+    is_serving: bool
+
+    @property
+    def index(self) -> int:
+        return self.engine.info.engine
+
+
 class EngineView(Struct, frozen=True):
     info: EngineInfo
     report: EngineReport | None

@@ -183,12 +183,16 @@ PageEvent = PageStored | PageRemoved | CacheCleared
 
 
 class Started(Struct, frozen=True, array_like=True, tag="started"):
-    """Sent once a stream, in or before the frame of its first token."""
+    """Sent once a stream, in or before the frame of its first token. tier: the slowest that the hit
+    came from. The split is as in Usage; all zeros from a node that cannot tell it."""
 
     lane: int
     cached_tokens: int
     queue_s: float = 0.0
     tier: str = "device"
+    host_tokens: int = 0
+    disk_tokens: int = 0
+    cluster_tokens: int = 0
 
 
 class Finished(Struct, frozen=True, array_like=True, tag="finished"):

@@ -73,7 +73,9 @@ def test_a_flag_behind_two_dashes_is_a_value(here: Kagari, shared: RunningGatewa
     assert '"--token"' in told.stderr
 
 
-def test_every_command_answers_in_json_and_as_a_table(here: Kagari, shared: RunningGateway) -> None:
+def test_every_command_answers_in_json_and_as_a_table(
+    here: Kagari, shared: RunningGateway, tmp_path: Path
+) -> None:
     home = str(shared.services.home.folder)
     request_id = turn(shared, "hello", "conversation-1")
 
@@ -111,6 +113,17 @@ def test_every_command_answers_in_json_and_as_a_table(here: Kagari, shared: Runn
     assert "draining" in table("nodes")
     assert "chosen again" in table("undrain", "n1")
 
+    prompt = tmp_path / "request.json"
+    prompt.write_text(json.dumps({"prompt": "x" * 99, "temperature": 0, "model": "ignored"}))
+    pinned = ask("prefixes", "create", "p", "--model", "tiny", "--file", str(prompt))
+    assert (pinned["state"], pinned["pages"]) == ("pinned", 6)
+    assert ask("prefixes", "list") == [pinned]
+    assert "n1 engine 0: pinned, 6 pages" in table("prefixes", "show", pinned["prefix_id"])
+    assert "not pinned any more" in table("prefixes", "delete", pinned["prefix_id"])
+    assert table("prefixes", "list").count("\n") == 1
+    assert ask("purge", "default")["complete"]
+    assert "nothing is left" in table("purge", "default")
+
     assert ask("prices")["version"] in table("prices")
     found = ask("sessions", "conversation-1", "--model", "tiny")
     assert found["home"] == "n1"
@@ -125,6 +138,9 @@ def test_every_command_answers_in_json_and_as_a_table(here: Kagari, shared: Runn
         (("drain", "n7"), "node", 1),
         (("sessions", "x", "--model", "tiny"), "session", 1),
         (("sessions",), "VALUE", 2),
+        (("purge", "nobody"), "tenant", 1),
+        (("prefixes", "delete", "nothing"), "prefix", 1),
+        (("prefixes", "create", "p", "--model", "tiny", "--file", "/nowhere"), "--file", 2),
         (("usage", "--from", "yesterday"), "from", 2),
         (("keys", "create", "x" * 65), "name", 2),
     ],
@@ -177,3 +193,17 @@ def test_without_a_running_gateway_the_remedy_is_said(kagari: Kagari, tmp_path: 
     assert answer.returncode == 1
     refused(answer, "--home")
     assert "kagari serve" in answer.stderr
+
+
+def test_a_purge_that_a_node_has_not_answered_is_no_success(
+    here: Kagari, shared: RunningGateway
+) -> None:
+    home = str(shared.services.home.folder)
+    shared.node.obeys = False
+    try:
+        told = here("admin", "--home", home, "purge", "default", "--wait-s", "0.1")
+    finally:
+        shared.node.obeys = True
+    assert told.returncode == 1
+    assert "pending" in told.stdout
+    assert "goes on" in told.stdout

@@ -62,12 +62,15 @@ async def book(tmp_path: Path) -> Path:
 
 
 @pytest.mark.anyio
-async def test_requests_have_exactly_the_contracts_fields(book: Path, kagari: Kagari) -> None:
+async def test_requests_have_exactly_the_contracts_fields_and_tiers(
+    book: Path, kagari: Kagari
+) -> None:
     rows = json.loads(kagari("usage", "--requests", "--json").stdout)
     assert [row["request_id"] for row in rows] == ["req-0", "req-1"]
     assert set(rows[0]) == {
         *("request_id", "tenant", "model", "status", "path", "node", "prefill_node"),
         *("prompt_tokens", "cached_tokens", "completion_tokens", "charge_nano_usd", "rates"),
+        "tiers",
     }
     assert rows[1]["rates"] == {"input": 20_000, "cached": 4_000, "output": 40_000}
     assert rows[1]["charge_nano_usd"] == 360 * 20 + 640 * 4 + 10 * 40

@@ -9,7 +9,16 @@ from msgspec.structs import replace
 
 from gateway.cli.client import ChatReply
 from gateway.demo import scenario
-from gateway.demo.acts import Turn, affinity_act, discount_act, hit_rate
+from gateway.demo.acts import (
+    Killed,
+    Return,
+    Turn,
+    affinity_act,
+    discount_act,
+    hit_rate,
+    tiers_act,
+)
+from gateway.demo.returns import stranger
 from gateway.ledger.requests import RequestLine
 from gateway.ledger.usage import UsageLine
 from policies.contract.wire import Usage
@@ -127,3 +136,54 @@ def test_each_turn_resends_the_one_before_it() -> None:
     others = scenario.Conversation(0).ask(1)
     assert others[0] == first[0]
     assert others[1] != first[1]
+
+
+def came_back(tier: str, ttft_s: float, tiers: dict[str, int], text: str = "yes") -> Return:
+    cached = sum(tiers.values())
+    told = ChatReply(tier, "n1", "hit", text, 1000, cached, 8, ttft_s, ttft_s + 1)
+    return Return(tier, told, tiers)
+
+
+RETURNS = [
+    came_back("cold", 8.0, {}),
+    came_back("device", 0.2, {"device": 960}),
+    came_back("host", 0.4, {"device": 128, "host": 832}),
+    came_back("disk", 0.8, {"disk": 960}),
+]
+KILLED = Killed("the stream ended in an error", "failed", 0, 7.0)
+
+
+def test_a_conversation_that_comes_back_holds_with_bars_for_each_tier() -> None:
+    act = tiers_act(RETURNS, KILLED)
+    assert act.ok
+    assert [row["tier"] for row in act.rows] == ["cold", "device", "host", "disk"]
+    assert [row["times_quicker"] for row in act.rows] == [1, 40, 20, 10]
+
+
+@pytest.mark.parametrize(
+    ("place", "worse"),
+    [
+        (0, came_back("cold", 8.0, {"device": 64})),
+        (1, came_back("device", 4.0, {"device": 960})),  # no quicker than that
+        (2, came_back("host", 0.4, {"device": 832, "host": 128})),  # it never left the device
+        (2, came_back("host", 0.4, {"host": 500})),  # the rest was lost
+        (3, came_back("disk", 0.8, {"disk": 960}, text="no")),  # another answer
+    ],
+)
+def test_tiers_fail_when_a_return_is_slow_partial_or_different(place: int, worse: Return) -> None:
+    returns = [*RETURNS[:place], worse, *RETURNS[place + 1 :]]
+    assert not tiers_act(returns, KILLED).ok
+
+
+@pytest.mark.parametrize(
+    "killed", [Killed("", "ok", 100, 7.0), Killed("an error", "failed", 5, 7.0)]
+)
+def test_tiers_fail_when_the_killed_stream_ended_well_or_was_billed(killed: Killed) -> None:
+    assert not tiers_act(RETURNS, killed).ok
+
+
+def test_the_stranger_is_as_long_and_shares_no_beginning() -> None:
+    own, other = scenario.Conversation(0).ask(1), stranger()
+    assert [one["role"] for one in other] == [one["role"] for one in own]
+    assert len(other[0]["content"]) == len(own[0]["content"])
+    assert other[0]["content"][:20] != own[0]["content"][:20]

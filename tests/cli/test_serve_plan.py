@@ -7,7 +7,10 @@ import socket
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from gateway.cli import serve as serve_module
+from gateway.cli.main import app
 from gateway.cli.problem import Problem
 from gateway.cli.serve import essentials
 from gateway.cli.serve_plan import (
@@ -19,6 +22,7 @@ from gateway.cli.serve_plan import (
     plan_serve,
     require_free_port,
 )
+from node_agent.config import parse_config
 
 
 def options(**changes: object) -> ServeOptions:
@@ -112,3 +116,23 @@ def test_the_printed_curl_asks_a_base_model_for_no_chat(
     assert f"curl {plan.api_url}{path} " in text
     body = json.loads(text[text.index("{") : text.rindex("}") + 1])
     assert (body["model"], field in body) == ("m", True)
+
+
+def test_the_flags_of_tiers_reach_a_node_that_understands_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[ServeOptions] = []
+    monkeypatch.setattr(serve_module, "serve", lambda given, **_: asked.append(given))
+    flags = (
+        *("--kv-host-mb", "64", "--kv-disk-mb", "0", "--kv-disk-dir", str(tmp_path / "kv")),
+        *("--cluster-store", "mooncake://master:50051", "--kv-dtype", "fp8"),
+    )
+    told = CliRunner().invoke(app, ["serve", "--home", str(tmp_path), *flags])
+    assert told.exit_code == 0, told.output
+    plan = plan_serve(asked[0], port=1, link_port=2, admin_port=3)
+    (tmp_path / "join.token").write_text("token")
+    config = parse_config(plan.nodes[0].arguments)
+    assert (config.kv_host_mb, config.kv_disk_mb) == (64, 0)
+    assert config.kv_disk_dir == tmp_path / "kv"
+    assert config.cluster_store == "mooncake://master:50051"
+    assert config.engine_flags == ("--kv-dtype", "fp8")

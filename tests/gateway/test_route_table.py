@@ -11,6 +11,7 @@ SAMPLE = {
     "account": "acc",
     "model:rest": "tiny/x",
     **{"node": "n1", "key:rest": "key_1", "request": "0" * 32, "digest": "0" * 32},
+    **{"prefix": "0" * 32, "tenant:rest": "a/b"},
 }
 
 

@@ -29,6 +29,12 @@ def page_key(name: int) -> bytes:
 CHAIN = [page_key(name) for name in range(8)]
 EVENT_CHAIN = [key[:16] for key in CHAIN]
 
+
+def hit_pages(residency: Residency, keys: list[bytes]) -> int:
+    """How far any tier takes a prompt."""
+    return max([depth for _, depth in residency.reach(keys)], default=0)
+
+
 events = st.one_of(
     st.builds(PageStored, st.sampled_from(EVENT_CHAIN), st.sampled_from(TIERS)),
     st.builds(PageRemoved, st.sampled_from(EVENT_CHAIN), st.sampled_from(TIERS)),
@@ -61,7 +67,7 @@ def test_any_order_of_events_equals_the_model(frames: list[list[PageEvent]]) -> 
     for key in EVENT_CHAIN:
         assert set(residency.tiers(key)) == {tier for at, tier in model.held if at == key}
     depths = [index + 1 for index, key in enumerate(EVENT_CHAIN) if residency.tiers(key)]
-    assert residency.hit_pages(event_keys(CHAIN)) == max(depths, default=0)
+    assert hit_pages(residency, event_keys(CHAIN)) == max(depths, default=0)
 
 
 @given(st.lists(events, min_size=1, max_size=20), st.data())
@@ -76,13 +82,57 @@ def test_doubled_frames_change_nothing(frame: list[PageEvent], data: st.DataObje
         assert once.tiers(key) == twice.tiers(key)
 
 
+@given(
+    st.lists(events, max_size=40),
+    st.lists(st.sampled_from(TIERS), min_size=1, max_size=4, unique=True),
+)
+def test_reach_says_which_tier_takes_the_prefix_how_far(
+    told: list[PageEvent], wanted: list[Tier]
+) -> None:
+    """By the definition: a page is fetched from the fastest tier that reaches at least so far."""
+    residency, model = Residency(100), Model()
+    residency.apply(PageEvents(0, 0, told))
+    for event in told:
+        model.take(event)
+    depth = {
+        tier: max([i + 1 for i, key in enumerate(EVENT_CHAIN) if (key, tier) in model.held] or [0])
+        for tier in TIERS
+    }
+    runs = residency.reach(event_keys(CHAIN), wanted)
+    assert [tier for tier, _ in runs] == sorted([tier for tier, _ in runs], key=TIERS.index)
+    for page in range(len(CHAIN)):
+        by_runs = next((tier for tier, end in runs if end > page), None)
+        assert by_runs == next((t for t in TIERS if t in wanted and depth[t] > page), None)
+
+
+def test_prompts_of_many_pages_are_searched_to_their_root() -> None:
+    residency = Residency(10_000)
+    chain = [page_key(name) for name in range(1000)]
+    told: list[PageEvent] = [PageStored(chain[depth - 1][:16], "disk") for depth in (1000, 700)]
+    told += [PageStored(chain[depth - 1][:16], "host") for depth in (699, 400)]
+    told += [PageStored(chain[0][:16])]
+    residency.apply(PageEvents(0, 0, told))
+    assert residency.reach(event_keys(chain)) == [("device", 1), ("host", 699), ("disk", 1000)]
+    assert residency.reach(event_keys(chain[:500])) == [("device", 1), ("host", 400)]
+
+
+def test_every_eighth_page_of_a_disk_proves_the_chain() -> None:
+    residency = Residency(1000)
+    chain = [page_key(name) for name in range(40)]
+    residency.apply(PageEvents(0, 0, [PageStored(key[:16]) for key in chain[:5]]))
+    residency.apply(PageEvents(0, 5, [PageStored(key[:16], "disk") for key in chain[7::8]]))
+    assert residency.reach(event_keys(chain)) == [("device", 5), ("disk", 40)]
+    assert residency.reach(event_keys(chain[:39])) == [("device", 5), ("disk", 32)]
+    assert residency.reach(event_keys(chain), ("device", "host")) == [("device", 5)]
+
+
 def test_a_lost_event_in_the_middle_does_not_shorten_the_hit() -> None:
     """A lookup of the leading run stops at the first hole: 10 % loss cost 25 % of the hits."""
     residency = Residency(100)
     residency.apply(PageEvents(0, 0, [PageStored(key) for key in EVENT_CHAIN[3:]]))
-    assert residency.hit_pages(event_keys(CHAIN)) == 8
-    assert residency.hit_pages(event_keys(CHAIN[:3])) == 0
-    assert residency.hit_pages([]) == 0
+    assert hit_pages(residency, event_keys(CHAIN)) == 8
+    assert hit_pages(residency, event_keys(CHAIN[:3])) == 0
+    assert hit_pages(residency, []) == 0
 
 
 def test_a_gap_wants_a_snapshot_and_the_snapshot_is_the_truth() -> None:
@@ -92,7 +142,7 @@ def test_a_gap_wants_a_snapshot_and_the_snapshot_is_the_truth() -> None:
     assert residency.gaps == 1
     whole: list[PageEvent] = [CacheCleared(), PageStored(EVENT_CHAIN[2])]
     assert not residency.apply(PageEvents(0, 6, whole, snapshot=True))
-    assert (len(residency), residency.hit_pages(event_keys(CHAIN))) == (1, 3)
+    assert (len(residency), hit_pages(residency, event_keys(CHAIN))) == (1, 3)
 
 
 @pytest.mark.parametrize("following", [6, 8])
@@ -123,18 +173,18 @@ def test_memory_is_bounded_and_keeps_the_newest(most: int, names: list[int]) -> 
         residency.expect(event_keys([page_key(name)]))
     assert len(residency) <= most
     if names:
-        assert residency.hit_pages(event_keys([page_key(names[-1])])) in (0, 1)
+        assert hit_pages(residency, event_keys([page_key(names[-1])])) in (0, 1)
         fresh = page_key(5000)
         residency.expect(event_keys([fresh]))
-        assert residency.hit_pages(event_keys([fresh])) == 1
+        assert hit_pages(residency, event_keys([fresh])) == 1
 
 
 def test_an_expected_prompt_hits_and_a_removal_corrects_it() -> None:
     residency = Residency(100)
     residency.expect(event_keys(CHAIN))
-    assert residency.hit_pages(event_keys(CHAIN)) == 8
+    assert hit_pages(residency, event_keys(CHAIN)) == 8
     residency.apply(PageEvents(0, 0, [PageRemoved(key) for key in EVENT_CHAIN[5:]]))
-    assert residency.hit_pages(event_keys(CHAIN)) == 5
+    assert hit_pages(residency, event_keys(CHAIN)) == 5
 
 
 def test_homes_expire_when_idle_and_are_bounded() -> None:

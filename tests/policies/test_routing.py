@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from policies.routing import (
     Candidate,
+    Reach,
     RoutingParameters,
     Scored,
     Wanted,
@@ -50,7 +51,9 @@ def wanted(tokens: int = 1000, key: bytes = b"key", home: str | None = None) -> 
 def choose(
     candidates: list[Candidate], want: Wanted, hits: dict[str, int] | None = None
 ) -> tuple[str, str]:
-    scored = score(candidates, want, lambda one: (hits or {}).get(one.node_id, 0), PARAMETERS)
+    scored = score(
+        candidates, want, lambda one: [Reach((hits or {}).get(one.node_id, 0))], PARAMETERS
+    )
     decision = pick(scored, want, [], PARAMETERS)
     return decision.chosen.candidate.node_id, decision.reason
 
@@ -95,8 +98,49 @@ def test_tried_nodes_are_better_than_none() -> None:
 def test_score_is_backlog_and_four_times_own_work_in_seconds(
     candidate: Candidate, hit: int, cost_s: float
 ) -> None:
-    (scored,) = score([candidate], wanted(), lambda one: hit, PARAMETERS)
+    (scored,) = score([candidate], wanted(), lambda one: [Reach(hit)], PARAMETERS)
     assert scored.cost_s == pytest.approx(cost_s)
+
+
+@pytest.mark.parametrize(
+    ("reaches", "hit", "fetch_s"),
+    [
+        ([Reach(64)], 64, 0.0),
+        ([Reach(64), Reach(640, 1e-5)], 640, 576e-5),
+        ([Reach(128, 1e-6), Reach(512, 1e-5)], 512, 128e-6 + 384e-5),
+        ([Reach(64), Reach(640, 1e-3)], 64, 0.0),  # as slow as computing it at 1000 tokens/s
+        ([Reach(64), Reach(640, 1.0), Reach(960, 1e-6)], 64, 0.0),  # nothing behind what is missing
+        ([Reach(640, 1e-5), Reach(320, 1e-6)], 640, 640e-5),  # a slower tier that reaches less far
+        ([], 0, 0.0),
+    ],
+)
+def test_slower_tiers_cost_their_fetch_instead_of_prefill(
+    reaches: list[Reach], hit: int, fetch_s: float
+) -> None:
+    (scored,) = score([node("a")], wanted(), lambda one: reaches, PARAMETERS)
+    assert (scored.hit_tokens, scored.uncached_tokens) == (hit, 1000 - hit)
+    assert scored.fetch_s == pytest.approx(fetch_s)
+    assert scored.cost_s == pytest.approx(4 * (1000 - hit) / 1000 + fetch_s)
+
+
+def test_the_faster_tier_wins_among_equal_prefixes() -> None:
+    reaches = {"a": [Reach(960, 4e-4)], "b": [Reach(960, 1e-6)], "c": [Reach(64)]}
+    nodes = [node(name) for name in "abc"]
+    scored = score(nodes, wanted(), lambda one: reaches[one.node_id], PARAMETERS)
+    assert pick(scored, wanted(), [], PARAMETERS).chosen.candidate.node_id == "b"
+
+
+@given(
+    st.lists(st.builds(Reach, st.integers(0, 1000), st.floats(0, 0.01)), max_size=4),
+    st.sampled_from([50.0, 1000.0, 1e5]),
+)
+def test_a_prefix_in_a_slower_tier_never_makes_a_node_dearer(
+    reaches: list[Reach], rate: float
+) -> None:
+    nodes = [node("a", tokens_per_s=rate)]
+    (cold,) = score(nodes, wanted(), lambda one: [], PARAMETERS)
+    (warm,) = score(nodes, wanted(), lambda one: reaches, PARAMETERS)
+    assert warm.cost_s <= cold.cost_s + 1e-9
 
 
 def order(names: list[str], key: bytes) -> list[str]:
@@ -239,7 +283,7 @@ def test_a_pick_is_explained_and_near_the_least_cost(
     nodes: list[Candidate], home: str | None, tokens: int
 ) -> None:
     want = wanted(tokens=tokens, home=home)
-    scored = score(nodes, want, lambda one: 0, PARAMETERS)
+    scored = score(nodes, want, lambda one: [], PARAMETERS)
     decision = pick(scored, want, [("x", "full")], PARAMETERS)
     least = min(one.cost_s for one in scored)
     chosen = decision.chosen

@@ -41,7 +41,7 @@ def values(text: str) -> list[Any]:
 
 
 def test_every_example_runs_and_answers_as_it_says(gateway, admin, chat) -> None:
-    assert len(EXAMPLES) == PAGE.count("```sh") == PAGE.count("```json") == 11
+    assert len(EXAMPLES) == PAGE.count("```sh") == PAGE.count("```json") == 13
     chat({"say": "x", "pad": "z" * 200}, x_session_affinity="conversation-1")
     request_id = chat({"say": "x", "pad": "z" * 200}, x_session_affinity="conversation-1")
     admin.post("/admin/v1/keys", json={"name": "a second one"})
@@ -81,7 +81,8 @@ def test_the_pages_table_is_the_table_of_routes() -> None:
 def test_the_pages_commands_are_the_commands() -> None:
     group = get_command(admin_app)
     assert hasattr(group, "commands")
-    keys = group.commands["keys"]
-    real = {f"keys {name}" for name in keys.commands} | (set(group.commands) - {"keys"})
-    told = re.findall(r"`kagari admin ((?:keys )?[a-z]+)", PAGE)
+    groups = {name: one for name, one in group.commands.items() if hasattr(one, "commands")}
+    real = {f"{name} {inner}" for name, one in groups.items() for inner in one.commands}
+    real |= set(group.commands) - set(groups)
+    told = re.findall(rf"`kagari admin ((?:(?:{'|'.join(groups)}) )?[a-z]+)", PAGE)
     assert set(told) == real

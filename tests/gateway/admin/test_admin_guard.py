@@ -13,6 +13,7 @@ from tests.gateway.api.conftest import KEY, RunningGateway
 
 OPERATORS = [route for route in ADMIN_ROUTES if route.role == "operator"]
 SAMPLE = {"{node}": "n1", "{key:rest}": "nobody", "{request}": "0" * 32, "{digest}": "0" * 32}
+SAMPLE |= {"{prefix}": "0" * 32, "{tenant:rest}": "nobody"}
 
 
 def path_of(route: Route) -> str:

@@ -91,9 +91,12 @@ def test_every_answer_is_what_its_document_says(gateway, admin, chat) -> None:
     bodies = {
         "/admin/v1/keys": {"name": "schema-2"},
         "/admin/v1/keys/{key}": {"name": "schema-3"},
+        "/admin/v1/prefixes": {"name": "schema", "model": "tiny", "prompt": "x" * 40},
         "/admin/v1/session-lookup": {"value": "conversation-9", "model": "tiny"},
     }
+    pinned = admin.post("/admin/v1/prefixes", json={**bodies["/admin/v1/prefixes"], "name": "p"})
     names = {"key": made.json()["key_id"], "request": request_id, "digest": row["session"]}
+    names["prefix"] = pinned.json()["prefix_id"]
     for route in ADMIN_ROUTES:
         if route.methods[0] == "DELETE":
             continue
@@ -109,6 +112,10 @@ def test_every_answer_is_what_its_document_says(gateway, admin, chat) -> None:
                 check(refused, operation, told)
     ended = admin.delete(f"/admin/v1/keys/{names['key']}")
     check(ended, told["paths"]["/admin/v1/keys/{key}"]["delete"], told)
+    for path in ("/admin/v1/prefixes/{prefix}", "/admin/v1/tenants/{tenant}/cache"):
+        gone = admin.delete(path.format(tenant="default", **names))
+        assert gone.status_code == 200, gone.text
+        check(gone, told["paths"][path]["delete"], told)
     one = admin.get(f"/admin/v1/requests/{failed}")
     check(one, told["paths"]["/admin/v1/requests/{request}"]["get"], told)
     lists = document("t", PUBLIC_ROUTES)

@@ -4,7 +4,8 @@ The message (or a whole prompt) may be JSON: {"say": text or a list of one a lan
 a lane's tokens each, instead, "times": n, "delay_s": before each step, "first_s": before the first,
 "step": tokens a frame or a list of such numbers, which take turns, "fail_after":
 tokens, "fail": code, "fail_lane": only this one, "wait_lane": ends only when told to, "cut_after":
-tokens, "cut_attempts": attempts that are cut, of any number, "forget": its pages do not stay}.
+tokens, "cut_attempts": attempts that are cut, of any number, "forget": its pages do not stay,
+"tiers": slower tiers, fastest first, and the tokens of a hit that each held}.
 Anything else is answered with "ok". A token is a byte, so counts are easy to foretell.
 Log probabilities are made up by `logprob_of`.
 """
@@ -109,6 +110,10 @@ class ScriptedNode:
     wire_version: int = wire.WIRE_VERSION
     compute: wire.Compute = "exact"
 
+    orders: list[wire.Pin | wire.Unpin | wire.Purge] = field(default_factory=list)
+    pins: dict[str, tuple[bytes, int]] = field(default_factory=dict)  # id → salt, pages
+    pages_by_salt: dict[bytes, int] = field(default_factory=dict)  # what a purge finds
+    obeys: bool = True  # else it answers no order
     rules: list[tuple[str, dict[str, object]]] = field(default_factory=list)  # before messages
 
     def _rule(self, text: str) -> dict[str, object]:
@@ -183,7 +188,10 @@ class ScriptedNode:
         with suppress(ConnectionClosed):
             while True:
                 sequence += 1
-                loads = tuple(wire.EngineReport(i, "ready") for i in range(engines))
+                pinned = sum([pages for _, pages in self.pins.values()])
+                loads = tuple(
+                    wire.EngineReport(i, "ready", pages_pinned=pinned) for i in range(engines)
+                )
                 await socket.send(wire.encode(wire.Report(epoch, sequence, "ready", loads)))
                 await asyncio.sleep(0.5)
 
@@ -202,6 +210,10 @@ class ScriptedNode:
                     answer = self._answer_while_linked(socket, index, served, ids)
                     self.tasks[lane] = asyncio.create_task(answer)
                 served.busy = len(self.by_lane)
+            case wire.Pin() | wire.Unpin() | wire.Purge():
+                self.orders.append(message)
+                if self.obeys:
+                    await self._obey(socket, message)
             case wire.Abort(lanes):
                 for lane in lanes:
                     if lane in self.by_lane:  # else its end and the Abort crossed
@@ -213,6 +225,25 @@ class ScriptedNode:
                     served.finished_keep = keep
                     served.keeps[served.submit.lanes.index(lane)] = keep
                     await self._end(socket, lane, "stop")
+
+    async def _obey(
+        self, socket: ClientConnection, order: wire.Pin | wire.Unpin | wire.Purge
+    ) -> None:
+        """As an engine with room for max_pages would; pages are those of pins alone."""
+        match order:
+            case wire.Pin(engine, pin_id, prompt, salt, _, most):
+                pages = len(prompt) // 4 // PAGE_SIZE
+                if pages > most:
+                    refused = wire.PinResult(engine, pin_id, 0, "pin_quota_exceeded", "no room")
+                    await socket.send(wire.encode(refused))
+                    return
+                self.pins[pin_id] = (salt, pages)
+                await socket.send(wire.encode(wire.PinResult(engine, pin_id, pages)))
+            case wire.Unpin(_, pin_id):
+                self.pins.pop(pin_id, None)
+            case wire.Purge(engine, purge_id, salt):
+                done = wire.PurgeResult(engine, purge_id, self.pages_by_salt.pop(salt, 0))
+                await socket.send(wire.encode(done))
 
     async def _end(self, socket: ClientConnection, lane: int, reason: wire.FinishReason) -> None:
         task = self.tasks.pop(lane, None)
@@ -248,7 +279,9 @@ class ScriptedNode:
         if sampling.prompt_logprobs is not None and index == 0:
             await self._tell_prompt(socket, lane, served, ids)
         tokens = _tokens(script, index)[: sampling.max_tokens]
-        started: list[wire.Rare] = [wire.Started(lane, cached)]
+        slower = {f"{tier}_tokens": n for tier, n in script.get("tiers", {}).items() if cached}
+        tier = next(reversed(script.get("tiers", {"device": 0})))
+        started: list[wire.Rare] = [wire.Started(lane, cached, 0.0, tier, **slower)]
         step = script.get("step", 1)
         sizes, sent = cycle(step if isinstance(step, list) else [step]), 0
         while sent < len(tokens):
@@ -279,7 +312,7 @@ class ScriptedNode:
         if not script.get("forget"):
             self._remember(ids)
         reason = "length" if len(tokens) == sampling.max_tokens else "stop"
-        usage = wire.Usage(len(ids), cached, len(tokens))
+        usage = wire.Usage(len(ids), cached, len(tokens), **slower)
         self.tasks.pop(lane, None)
         self.by_lane.pop(lane, None)
         rare = [*started, wire.Finished(lane, reason, usage)]

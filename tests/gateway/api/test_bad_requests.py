@@ -105,6 +105,14 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"5": "x"}}, "invalid_request", "logit_bias[...]"),
     ({"logit_bias": {str(n): 1 for n in range(1025)}}, "invalid_request", "logit_bias"),
     ({"stream_options": 1}, "invalid_request", "stream_options"),
+    ({"retention_s": -1}, "invalid_request", "retention_s"),
+    ({"retention_s": "1h"}, "invalid_request", "retention_s"),
+    ({"prompt_cache_options": {"ttl": "1 h"}}, "invalid_request", "prompt_cache_options.ttl"),
+    ({"prompt_cache_options": {"ttl": "-5m"}}, "invalid_request", "prompt_cache_options.ttl"),
+    ({"prompt_cache_options": {"ttl": 30}}, "invalid_request", "prompt_cache_options.ttl"),
+    ({"prompt_cache_options": "30m"}, "invalid_request", "prompt_cache_options"),
+    ({"prompt_cache_retention": "forever"}, "invalid_request", "prompt_cache_retention"),
+    ({"prompt_cache_retention": 24}, "invalid_request", "prompt_cache_retention"),
 ]
 
 

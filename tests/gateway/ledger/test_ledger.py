@@ -69,8 +69,9 @@ async def test_the_bill_follows_the_formula_and_the_row_keeps_what_it_was_billed
     assert line.rates == Rates(20_000, 4_000, 40_000)
     assert msgspec.to_builtins(line).keys() == {
         "request_id", "tenant", "model", "status", "path", "node", "prefill_node",
-        "prompt_tokens", "cached_tokens", "completion_tokens", "charge_nano_usd", "rates",
+        "prompt_tokens", "cached_tokens", "completion_tokens", "charge_nano_usd", "rates", "tiers",
     }  # fmt: skip
+    assert line.tiers == {"device": 640}
     assert column(path, "price_version", "r1") == "2026-11-29"
     assert column(path, "policy_version", "r1") == "1"
     assert column(path, "tiers", "r1") == '{"device":640}'

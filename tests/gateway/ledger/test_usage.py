@@ -104,6 +104,11 @@ async def test_verify_passes_a_whole_ledger(filled):
         ("UPDATE requests SET charge_nano_usd = charge_nano_usd + 1 WHERE request_id = 'r3'", "r3"),
         ("UPDATE requests SET saved_nano_usd = 0 WHERE request_id = 'r5'", "r5"),
         ("UPDATE requests SET rate_output = rate_output + 1000 WHERE request_id = 'r7'", "r7"),
+        (
+            "UPDATE requests SET tiers = '{\"disk\":9}' WHERE request_id = 'r9'",
+            "r9: 36 cached tokens",
+        ),
+        ("UPDATE requests SET tiers = '[' WHERE request_id = 'r9'", "but its tiers say ["),
         ("UPDATE requests SET prompt_tokens = 9 WHERE request_id = 'r23'", "failed, yet 9"),
         ("UPDATE rollups SET prompt_tokens = prompt_tokens + 1", "rows without such a rollup"),
         ("DELETE FROM rollups WHERE day = '1970-01-02'", "rows without such a rollup"),
