@@ -448,7 +448,7 @@ class SlowerTiers:
     ) -> int:
         """Order what slower tiers have of this chain beyond the device, where fetching is quicker
         than computing it, into at most `room` pages; returns how many leading pages there would be
-        if there were room and all of it arrived."""
+        if there were room and all that is known to be there arrived."""
         first = self._cache.depth(keys)
         while first < len(keys) and keys[first] in self._arriving:
             first += 1
@@ -478,7 +478,8 @@ class SlowerTiers:
             room -= got
             if start + got < stop:
                 break
-        return runs[-1][2] if runs else first
+        # A store of unknown content promises nothing: what it did not have once is not asked again.
+        return max((stop for name, _, stop in runs if self._shelves[name].knows_all), default=first)
 
     def is_arriving(self, keys: Sequence[bytes], now: float) -> bool:
         """Whether the page after the device's of this chain is on its way, and not overdue."""
