@@ -15,7 +15,7 @@ what does not arrive is computed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -67,6 +67,8 @@ class _Shelf:
     landing: dict[bytes, int] = field(default_factory=dict)  # key → order id
     landed: dict[bytes, PageRecord] = field(default_factory=dict)  # parents before children
     undropped: list[bytes] = field(default_factory=list)  # the tier did not answer a Drop of them
+    # Of a tier that others fill too: how many leading pages are there, as a look at it tells.
+    peek: Callable[[Sequence[bytes]], int] | None = None
     # By last key: what is to be copied later, and from which depth on.
     backlog: dict[bytes, tuple[Chain, int]] = field(default_factory=dict)
     copying: int = 0  # pages under copies to this tier
@@ -91,6 +93,8 @@ class _Shelf:
 
     def depth(self, keys: Sequence[bytes]) -> int:
         """How many leading pages may be fetched."""
+        if self.peek is not None:
+            return self.peek(keys)
         if not self.knows_all:
             return len(keys)
         depth = self.index.depth(keys)
@@ -209,6 +213,11 @@ class SlowerTiers:
         for record in found.values():
             self._has_landed(shelf, record)
         self._drop(shelf, lost)
+
+    def share(self, tier: Tier, peek: Callable[[Sequence[bytes]], int]) -> None:
+        """Others fill this tier too: its index has only what we put there or got from there, and a
+        look at it (quick, without a lock) tells what may be fetched."""
+        self._shelves[tier].peek = peek
 
     # --- copies ---------------------------------------------------------------------------------
 
@@ -609,7 +618,7 @@ class SlowerTiers:
                 source=fetch.shelf.name,
                 now=now,
             )
-            if not fetch.shelf.knows_all:
+            if not fetch.shelf.knows_all or fetch.shelf.peek is not None:
                 self._learn(fetch, num_right, now)
         for key in fetch.keys[fetch.first :]:
             del self._arriving[key]

@@ -11,6 +11,8 @@ import pytest
 
 from engine.store.fault_tier import Fault, FaultTier, seeded_faults
 from engine.store.host import HostTier
+from engine.store.shared_arena import SharedArenaTier
+from engine.store.shared_host import SharedHostTier
 from engine.store.slot_file import SlotFileTier
 from engine.store.tier import Tier
 from policies.contract import wire
@@ -111,6 +113,37 @@ def test_two_sequences_share_a_fetch() -> None:
     assert report.hit_pages == 7
     assert [started(bench, lane).tier for lane in (2, 3)] == ["host", "host"]
     bench.engine.close()
+
+
+def shared(folder: Path, capacity: int) -> SharedHostTier:
+    return SharedHostTier(SharedArenaTier(folder, LAYOUT, capacity, folder=folder))
+
+
+def test_engines_of_one_machine_find_each_others_pages(tmp_path: Path) -> None:
+    one, two = (TieredBench(shared(tmp_path, 30)) for _ in range(2))
+    ask(one, 1)
+    assert ask(two, 1).usage.host_tokens == 28
+    ask(two, 2, OTHER)
+    assert ask(one, 2, OTHER).usage.host_tokens == 28
+    one.engine.handle(1, wire.Purge(2, "p", bytes(32)))
+    one.settle()
+    two.evict_all()
+    assert ask(two, 3).usage.cached_tokens == 0, "purged by one, gone for both"
+    for bench in (one, two):
+        bench.engine.close()
+    assert not list(tmp_path.glob("kagari-????????????????????????????????"))
+
+
+def test_a_full_shared_tier_lets_the_oldest_go_whoever_put_it(tmp_path: Path) -> None:
+    one, two = (TieredBench(shared(tmp_path, 10)) for _ in range(2))
+    ask(one, 1)
+    ask(two, 1, OTHER)
+    one.evict_all()
+    two.evict_all()
+    assert ask(two, 2, OTHER).usage.host_tokens == 28
+    assert 0 <= ask(one, 2).usage.host_tokens < 28
+    for bench in (one, two):
+        bench.engine.close()
 
 
 def test_pages_get_whom_they_belong_to_and_a_purge_takes_them_from_everywhere(
