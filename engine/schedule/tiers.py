@@ -45,6 +45,7 @@ _REST_S = 1.0  # nothing is asked of a tier for so long after it was not there
 _GRACE_S = 1.0  # behind a fetch's deadline: then nobody waits for it, news or not
 _RATE_WEIGHT = 0.2  # of the newest fetch
 _BACKLOG_CHAINS = 64  # of a tier; what is more is not copied
+_ORDER_PAGES = 16  # of one copy: what memory it may take on its way
 _COPYING_SHARE = 8  # of the pool's pages may be under copies to one tier at once
 _FETCHING_SHARE = 2  # of the pool's pages may be under fetches, overdue ones too
 
@@ -354,31 +355,33 @@ class SlowerTiers:
         return True
 
     def _copy(self, shelf: _Shelf, residents: Sequence[Resident], pages: Sequence[PageId]) -> None:
-        """From the host where it has them all, so that no device page is held for a slow tier."""
+        """From the host where it has them, so that no device page is held for a slow tier. pages:
+        of the device, or none where the host has them all."""
         host = self._shelves.get("host")
-        generations = [self._pool.generations[page] for page in pages] or [0] * len(residents)
-        records = tuple(
-            PageRecord(at.key, at.parent, at.depth, at.owner, generation)
-            for at, generation in zip(residents, generations, strict=True)
-        )
-        order_id = self._next_id()
-        if (
-            host is not None
-            and shelf is not host
-            and all(record.key in host.landed for record in records)
-        ):
-            records = tuple(host.landed[record.key] for record in records)
-            host.index.pin([record.key for record in records])
-            order: Order = CopyDown(order_id, host.name, shelf.name, records)
-            self._give(order, _Copy(shelf, records, source=host))
-        else:
-            held = [*pages[::-1], *self._cache.pages_before(records[0].key)]
-            self._pool.hold(held, HoldKind.TIER_COPY)
-            order = CopyOut(order_id, shelf.name, tuple(pages), records)
-            self._give(order, _Copy(shelf, records, held))
-        shelf.copying += len(records)
-        for record in records:
-            shelf.landing[record.key] = order_id
+        for first in range(0, len(residents), _ORDER_PAGES):
+            part = slice(first, first + _ORDER_PAGES)
+            keys = [resident.key for resident in residents[part]]
+            order_id = self._next_id()
+            if host is not None and shelf is not host and all(key in host.landed for key in keys):
+                records = tuple(host.landed[key] for key in keys)
+                host.index.pin(keys)
+                self._give(
+                    CopyDown(order_id, host.name, shelf.name, records),
+                    _Copy(shelf, records, source=host),
+                )
+            else:
+                records = tuple(
+                    PageRecord(at.key, at.parent, at.depth, at.owner, self._pool.generations[page])
+                    for at, page in zip(residents[part], pages[part], strict=True)
+                )
+                held = [*pages[part][::-1], *self._cache.pages_before(keys[0])]
+                self._pool.hold(held, HoldKind.TIER_COPY)
+                self._give(
+                    CopyOut(order_id, shelf.name, tuple(pages[part]), records),
+                    _Copy(shelf, records, held),
+                )
+            shelf.copying += len(keys)
+            shelf.landing.update(dict.fromkeys(keys, order_id))
 
     def _copied(self, order_id: int, copy: _Copy, done: OrderDone, now: float) -> None:
         shelf = copy.shelf

@@ -101,6 +101,16 @@ def test_a_host_smaller_than_the_device_starves_nothing(tmp_path: Path) -> None:
     bench.engine.close()
 
 
+def test_what_is_to_be_retained_outlives_what_came_later() -> None:
+    bench = TieredBench(HostTier(LAYOUT, 1))
+    ask(bench, 1, retention_s=1000.0)
+    for lane in range(2, 6):  # each needs nine of the pool's 24 pages
+        ask(bench, lane, array("I", [lane] * 30))
+    assert ask(bench, 6).usage.cached_tokens == 28
+    assert ask(bench, 7, array("I", [2] * 30)).usage.cached_tokens < 28
+    bench.engine.close()
+
+
 def test_two_sequences_share_a_fetch() -> None:
     bench = TieredBench(HostTier(LAYOUT, 30))
     ask(bench, 1)
