@@ -285,8 +285,8 @@ def survive(folder: Path, seed: int, turns: int) -> int:
 @pytest.fixture
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """What hangs is given up soon, and asked again at once, so that more faults come to pass."""
-    monkeypatch.setattr("engine.schedule.tiers._REST_S", 0.0)
-    monkeypatch.setattr("engine.schedule.tiers.fetch_deadline_s", lambda *_: 0.03)
+    monkeypatch.setattr("engine.schedule.shelf._REST_S", 0.0)
+    monkeypatch.setattr("engine.schedule.fetches.fetch_deadline_s", lambda *_: 0.03)
     monkeypatch.setattr("engine.store.tiered.WRITE_S", 0.03)
 
 
