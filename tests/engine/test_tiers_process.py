@@ -32,11 +32,11 @@ def prompt(seed: int, num_pages: int = PAGES) -> list[int]:
     return [chance.randrange(1000, 9000) for _ in range(num_pages * 64 + 20)]
 
 
-def flags(folder: Path, *, tokens: int = 512, host_mb: int = 200) -> list[str]:
+def flags(folder: Path, *, tokens: int = 512, host_mb: int = 32) -> list[str]:
     """A device of few pages, so that another prompt pushes the first one out."""
     return [
         *("--kv-device-tokens", str(tokens), "--kv-host-mb", str(host_mb)),
-        *("--kv-disk-mb", "200", "--kv-disk-dir", str(folder)),
+        *("--kv-disk-mb", "32", "--kv-disk-dir", str(folder)),
     ]
 
 
