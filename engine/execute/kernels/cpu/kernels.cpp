@@ -385,7 +385,9 @@ void run_gemm(const void* args, const Step* step) {
   const int64_t rows = gemm.only_last ? step->num_last : step->rows;
   const int64_t groups = (rows + GROUP_ROWS - 1) / GROUP_ROWS;
   const int64_t pairs = (gemm.weight->n / 16 + 1) / 2;
-  const int64_t grain = 8192 / (gemm.weight->k * (rows + 8)) + 1;  // a microsecond or more
+  // Few rows wait for memory, which comes faster in long ways; many take a microsecond or more.
+  const int64_t grain = rows > 8 ? 8192 / (gemm.weight->k * (rows + 8)) + 1
+                                 : pairs / (2 * kagari_threads()) + 1;
   parallel(pairs * groups, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       const int64_t row = i % groups * GROUP_ROWS, left = rows - row;
