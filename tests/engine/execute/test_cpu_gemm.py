@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from engine.config import ConfigError
 from engine.execute.kernels.cpu import library
@@ -354,7 +355,7 @@ def test_sums_begin_with_the_bias_which_zero_rows_give_back(kernels: Library) ->
     x[1] = 0
     quants, bias = Quants.of(x, both=True), torch.randn(40)
     with_bias = product(kernels, weights, quants, bias=bias)
-    assert_close(with_bias, product(kernels, weights, quants) + bias, atol=1e-5, rtol=1e-5)
+    assert_close(with_bias, product(kernels, weights, quants) + bias, atol=1e-4, rtol=1e-5)
     assert torch.equal(with_bias[1], bias)
 
 
