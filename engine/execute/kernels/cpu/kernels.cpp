@@ -119,14 +119,22 @@ inline Vector power_of_two(Vector x) {
 typedef int8_t Sixteen __attribute__((vector_size(16), aligned(1), may_alias));
 
 inline Ints larger(Ints a, Ints b) {  // neither is below 0
+#if KAGARI_ISA > 0
+  typedef decltype(WIDE(set1_epi32)(0)) Part;
+  union { Ints whole; Part part[REGISTERS]; } x{a}, y{b};
+  for (int i = 0; i < REGISTERS; i++) x.part[i] = WIDE(max_epi32)(x.part[i], y.part[i]);
+  return x.whole;
+#else
   return a - ((a - b) & ((a - b) >> 31));
+#endif
 }
 
 // Blocks of 32 share a scale: largest / 32512 of 16-bit integers split in two signed bytes, or
 // largest / 127 where there is no low plane. A block with a NaN or infinity gets the scale NaN.
-void quantize_row(const float* x, const Quants& to, int64_t row) {
+void quantize_row(const float* x, const Quants& quants, int64_t row) {
+  const Quants to = quants;
   const float limit = to.low ? 32512 : 127;
-  for (int64_t at = 0, block = row * to.width / 32; at < to.width; at += 32, block++) {
+  for (int64_t at = 0, first = row * to.width; at < to.width; at += 32, first += 32) {
     const Floats halves[2] = {load(x + at), load(x + at + 16)};
     const int32_t bits = fold(larger(reinterpret_cast<Ints>(halves[0]) & 0x7fffffff,
                                     reinterpret_cast<Ints>(halves[1]) & 0x7fffffff),
@@ -134,19 +142,30 @@ void quantize_row(const float* x, const Quants& to, int64_t row) {
     float largest;  // by its bits: a NaN is larger than infinity
     memcpy(&largest, &bits, sizeof largest);
     const bool is_sane = bits < 0x7f800000, is_zero = largest < 1e-30f;  // limit / largest: inf
-    to.scales[block] = !is_sane ? NAN : is_zero ? 0 : largest / limit;
+    const float scale = !is_sane ? NAN : is_zero ? 0 : largest / limit;
+    Ints values[2];
     for (int half = 0; half < 2; half++) {
-      const int64_t first = block * 32 + half * 16;
       const Floats scaled = is_sane && !is_zero ? halves[half] * (limit / largest) : splat(0);
       // Adding 1.5 × 2²³ rounds to the nearest integer, ties to even, in the lowest bits.
       const Ints value = reinterpret_cast<Ints>(scaled + 12582912.f) - 0x4b400000;
       const Ints high = to.low ? (value + 128) >> 8 : value;
-      *reinterpret_cast<Sixteen*>(to.high + first) = __builtin_convertvector(high, Sixteen);
+      *reinterpret_cast<Sixteen*>(to.high + first + half * 16) =
+          __builtin_convertvector(high, Sixteen);
       if (to.low)
-        *reinterpret_cast<Sixteen*>(to.low + first) =
+        *reinterpret_cast<Sixteen*>(to.low + first + half * 16) =
             __builtin_convertvector(value - (high << 8), Sixteen);
-      to.sums[block * 2 + half] = sum(value) * to.scales[block];
+      values[half] = value;
     }
+    Ints sums = __builtin_shufflevector(values[0], values[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19,
+                                        20, 21, 22, 23) +
+                __builtin_shufflevector(values[0], values[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25,
+                                        26, 27, 28, 29, 30, 31);
+    const std::make_integer_sequence<int, 16> all;
+    sums += exchange<4>(sums, all);
+    sums += exchange<2>(sums, all);
+    to.scales[first / 32] = scale;
+    to.sums[first / 16] = (sums[0] + sums[1]) * scale;
+    to.sums[first / 16 + 1] = (sums[8] + sums[9]) * scale;
   }
 }
 
