@@ -158,13 +158,14 @@ def plain(shape: Shape, sequence: Tokens, start: int, rows: int) -> Tensor:
     return torch.einsum("hrk,khd->rhd", weights, values)
 
 
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [0, 40, 300])
 @pytest.mark.parametrize("sizes", SHAPES)
 def test_attend_equals_plain_softmax(
-    kernels: Library, sizes: tuple[int, int, int, int], window: int, dtype: torch.dtype, atol: float
+    kernels: Library, sizes: tuple[int, int, int, int], window: int, dtype: torch.dtype
 ) -> None:
-    """Decode rows and chunks in one step; both dtypes are read exactly, so one tolerance serves."""
+    """Decode rows and chunks in one step. Both dtypes are read exactly; bf16 instructions round
+    queries and weights, as plain bf16 attention does."""
     shape = Shape(*sizes, window=window, dtype=dtype)
     spans = [
         (random_sequence(shape, start + rows, seed=seed), start, rows)
@@ -172,7 +173,10 @@ def test_attend_equals_plain_softmax(
     ]
     found = attend(kernels, shape, spans)
     expected = torch.cat([plain(shape, *span) for span in spans])
-    assert_close(found.double(), expected, atol=atol, rtol=0)
+    is_rounded = kernels.isa == "avx512_bf16" and dtype == torch.bfloat16
+    assert_close(found.double(), expected, atol=2e-2 if is_rounded else 1e-5, rtol=0)
+    if is_rounded:
+        assert (found.double() - expected).std() < 2e-3
 
 
 @pytest.mark.parametrize("window", [0, 20, 300])
@@ -217,7 +221,7 @@ def test_attend_quantises_whole_rows(kernels: Library, is_fast: bool) -> None:
     rows, width = 51, 9 * 64
     planes = torch.zeros(2, rows, width, dtype=torch.int8)
     scales = torch.zeros(rows, width // 32)
-    sums = torch.zeros(rows, width // 16, dtype=torch.int32)
+    sums = torch.zeros(rows, width // 16)
     quants = library.Quants(
         high=planes[0].data_ptr(),
         low=None if is_fast else planes[1].data_ptr(),
@@ -227,7 +231,9 @@ def test_attend_quantises_whole_rows(kernels: Library, is_fast: bool) -> None:
     )
     out = attend(kernels, shape, spans, quants=quants)
     integers = planes[0].int() if is_fast else planes[0].int() * 256 + planes[1].int()
-    assert torch.equal(integers.view(rows, -1, 16).sum(-1, dtype=torch.int32), sums)
+    assert torch.equal(
+        (integers.view(rows, -1, 2, 16).sum(3) * scales[:, :, None]).flatten(1), sums
+    )
     steps = scales.repeat_interleave(32, 1)
     assert ((integers * steps - out.view(rows, -1)).abs() <= 0.51 * steps).all()
     assert (steps > 0).all()

@@ -14,14 +14,14 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 BUILD_S, RUN_S = 300, 600
 
-# Two callers, several numbers of threads, workers that sleep: each chunk must be run once. The
+# Two callers, several numbers of threads, threads that sleep: each share must be run once. The
 # kernels are stand-ins, for only the host's unit is compiled.
 POOL = """
 #include <pthread.h>
 #include <unistd.h>
 #include "abi.h"
 
-const Kernels kagari_isa_0 = {}, kagari_isa_1 = {}, kagari_isa_2 = {};
+const Kernels kagari_isa_0 = {}, kagari_isa_1 = {}, kagari_isa_2 = {}, kagari_isa_3 = {};
 extern "C" int32_t kagari_open(int32_t, int32_t);
 extern "C" void kagari_close();
 

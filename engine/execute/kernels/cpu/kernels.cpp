@@ -1,13 +1,15 @@
 // The engine's CPU kernels: quantised products, norms, gates, rotary embedding and paged attention.
 //
 // No torch, no Python: arrays in, arrays out. Compiled once per instruction set (KAGARI_ISA: 0 any
-// x86-64, 1 AVX2, 2 AVX-512); host.cpp picks one and has the threads. Sums run in one order
-// whatever the batch, the tile or the number of threads, so a row's bits are its own; products and
-// sums are fused only where `fma` and `fused` say so.
+// x86-64, 1 AVX2, 2 AVX-512, 3 with bf16); host.cpp picks one and has the threads. Sums run in one
+// order whatever the batch, the tile or the number of threads, so a row's bits are its own; products
+// and sums are fused only where `fma` says so.
 
 #include "abi.h"
 
 #include <immintrin.h>
+#include <type_traits>
+#include <utility>
 #pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own header (its bug 105593)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
@@ -18,7 +20,7 @@ namespace {
 typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
 
-#if KAGARI_ISA == 2
+#if KAGARI_ISA >= 2
 #define WIDE(name) _mm512_##name
 typedef __m512 Register;
 #elif KAGARI_ISA == 1
@@ -29,7 +31,6 @@ typedef __m256 Register;
 typedef __m128 Register;
 #endif
 constexpr int REGISTERS = sizeof(Floats) / sizeof(Register);
-union Registers { Floats whole; Register part[REGISTERS]; };
 
 constexpr int LANES = 16 / REGISTERS;  // of one register
 typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -37,17 +38,9 @@ typedef int32_t LaneInts __attribute__((vector_size(4 * LANES), aligned(4), may_
 
 inline Lanes& lanes(float* at) { return *reinterpret_cast<Lanes*>(at); }
 inline const Lanes& lanes(const float* at) { return *reinterpret_cast<const Lanes*>(at); }
-inline Lanes spread(float value) { return value - Lanes{}; }
-
-inline Lanes fused(Lanes a, Lanes b, Lanes c) {
-#if KAGARI_ISA > 0
-  return WIDE(fmadd_ps)(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
 
 inline Floats splat(float v) { return v - Floats{}; }
+inline Lanes spread(float v) { return v - Lanes{}; }
 
 inline Floats load(const float* at) { return *reinterpret_cast<const Floats*>(at); }
 
@@ -62,10 +55,14 @@ inline void store(float* at, Floats value, int lanes = 16) {
   else memcpy(at, &value, lanes * sizeof(float));
 }
 
-inline Floats fma(Floats a, Floats b, Floats c) {  // fused where the set can
+template <class Vector>
+union Registers { Vector whole; Register part[sizeof(Vector) / sizeof(Register)]; };
+
+template <class Vector, class B, class C>
+inline Vector fma(Vector a, B b, C c) {  // fused where the set can; b, c: vectors or numbers
 #if KAGARI_ISA > 0
-  Registers x{a}, y{b}, z{c};
-  for (int i = 0; i < REGISTERS; i++)
+  Registers<Vector> x{a}, y{b - Vector{}}, z{c - Vector{}};
+  for (unsigned i = 0; i < sizeof a / sizeof(Register); i++)
     z.part[i] = WIDE(fmadd_ps)(x.part[i], y.part[i], z.part[i]);
   return z.whole;
 #else
@@ -73,45 +70,48 @@ inline Floats fma(Floats a, Floats b, Floats c) {  // fused where the set can
 #endif
 }
 
-inline Floats larger(Floats a, Floats b) {  // b if one is not a number
-  Registers x{a}, y{b};
-  for (int i = 0; i < REGISTERS; i++) x.part[i] = WIDE(max_ps)(x.part[i], y.part[i]);
+template <class Vector>
+inline Vector larger(Vector a, Vector b) {  // b if one is not a number
+  Registers<Vector> x{a}, y{b};
+  for (unsigned i = 0; i < sizeof a / sizeof(Register); i++)
+    x.part[i] = WIDE(max_ps)(x.part[i], y.part[i]);
   return x.whole;
 }
 
-template <int d, class Vector>
-inline Vector exchange(Vector v) {  // lane i gets lane i ^ d
-  return __builtin_shufflevector(v, v, 0 ^ d, 1 ^ d, 2 ^ d, 3 ^ d, 4 ^ d, 5 ^ d, 6 ^ d, 7 ^ d,
-                                 8 ^ d, 9 ^ d, 10 ^ d, 11 ^ d, 12 ^ d, 13 ^ d, 14 ^ d, 15 ^ d);
+template <int d, class Vector, int... i>
+inline Vector exchange(Vector v, std::integer_sequence<int, i...>) {  // lane i gets lane i ^ d
+  return __builtin_shufflevector(v, v, (i ^ d)...);
 }
 
-template <class Vector, class Of>
+template <class Vector, class Of, int d = sizeof(Vector) / 8>
 inline auto fold(Vector v, const Of& of) {  // all lanes to one: halves, then theirs, and so on
-  v = of(v, exchange<8>(v));
-  v = of(v, exchange<4>(v));
-  v = of(v, exchange<2>(v));
-  return of(v, exchange<1>(v))[0];
+  v = of(v, exchange<d>(v, std::make_integer_sequence<int, sizeof(Vector) / 4>()));
+  if constexpr (d > 1) return fold<Vector, Of, d / 2>(v, of);
+  else return v[0];
 }
 
 template <class Vector>
 inline auto sum(Vector v) { return fold(v, [](Vector a, Vector b) { return a + b; }); }
 
-inline float highest(Floats v) {
-  return fold(v, [](Floats a, Floats b) { return larger(a, b); });
+template <class Vector>
+inline float highest(Vector v) {
+  return fold(v, [](Vector a, Vector b) { return larger(a, b); });
 }
 
-// e^x for x up to 88, 0 below -88; within 1 ulp. 2^n e^r with |r| ≤ ln 2 / 2, polynomial fitted.
-inline Floats exponential(Floats x) {
-  const float shift = 12582912.0f + 127.0f;  // 1.5 × 2^23: rounds to an integer; 127: 2^0's bits
-  const Floats cut = larger(x, splat(-88.0f));
-  const Floats shifted = fma(cut, splat(1.44269504f), splat(shift)), n = shifted - shift;
-  const Floats r = fma(n, splat(2.12194442e-4f), fma(n, splat(-0.693359375f), cut));
-  Floats p = fma(splat(1.37513888e-3f), r, splat(8.36892333e-3f));
-  p = fma(p, r, splat(4.16695327e-2f));
-  p = fma(p, r, splat(1.66665182e-1f));
-  p = fma(p, r, splat(4.99999881e-1f));
-  p = fma(p, r * r, r) + 1.0f;
-  return p * reinterpret_cast<Floats>(reinterpret_cast<Ints>(shifted) << 23);
+// 2^x for x up to 127, 0 below 2^-126.5; reduction to |r| ≤ 1/2 and polynomial of Cephes' exp2f.
+template <class Vector>
+inline Vector power_of_two(Vector x) {
+  const float magic = 12582912.0f + 127.0f;  // 1.5 × 2^23: rounds; 127: the exponent's bias
+  const Vector cut = larger(Vector{} - 126.9f, x), shifted = cut + magic;
+  const Vector r = cut - (shifted - magic);
+  Vector p = fma(r, 1.535336188e-4f, 1.339887440e-3f);
+  p = fma(p, r, 9.618437357e-3f);
+  p = fma(p, r, 5.550332471e-2f);
+  p = fma(p, r, 2.402264791e-1f);
+  p = fma(p, r, 6.931472028e-1f);
+  p = fma(p, r, 1.0f);
+  typedef decltype(x < x) Bits;
+  return p * (Vector)((Bits)shifted << 23);
 }
 
 // --- quantised products --------------------------------------------------------------------------
@@ -119,14 +119,22 @@ inline Floats exponential(Floats x) {
 typedef int8_t Sixteen __attribute__((vector_size(16), aligned(1), may_alias));
 
 inline Ints larger(Ints a, Ints b) {  // neither is below 0
+#if KAGARI_ISA > 0
+  typedef decltype(WIDE(set1_epi32)(0)) Part;
+  union { Ints whole; Part part[REGISTERS]; } x{a}, y{b};
+  for (int i = 0; i < REGISTERS; i++) x.part[i] = WIDE(max_epi32)(x.part[i], y.part[i]);
+  return x.whole;
+#else
   return a - ((a - b) & ((a - b) >> 31));
+#endif
 }
 
 // Blocks of 32 share a scale: largest / 32512 of 16-bit integers split in two signed bytes, or
 // largest / 127 where there is no low plane. A block with a NaN or infinity gets the scale NaN.
-void quantize_row(const float* x, const Quants& to, int64_t row) {
+void quantize_row(const float* x, const Quants& quants, int64_t row) {
+  const Quants to = quants;
   const float limit = to.low ? 32512 : 127;
-  for (int64_t at = 0, block = row * to.width / 32; at < to.width; at += 32, block++) {
+  for (int64_t at = 0, first = row * to.width; at < to.width; at += 32, first += 32) {
     const Floats halves[2] = {load(x + at), load(x + at + 16)};
     const int32_t bits = fold(larger(reinterpret_cast<Ints>(halves[0]) & 0x7fffffff,
                                     reinterpret_cast<Ints>(halves[1]) & 0x7fffffff),
@@ -134,24 +142,35 @@ void quantize_row(const float* x, const Quants& to, int64_t row) {
     float largest;  // by its bits: a NaN is larger than infinity
     memcpy(&largest, &bits, sizeof largest);
     const bool is_sane = bits < 0x7f800000, is_zero = largest < 1e-30f;  // limit / largest: inf
-    to.scales[block] = !is_sane ? NAN : is_zero ? 0 : largest / limit;
+    const float scale = !is_sane ? NAN : is_zero ? 0 : largest / limit;
+    Ints values[2];
     for (int half = 0; half < 2; half++) {
-      const int64_t first = block * 32 + half * 16;
       const Floats scaled = is_sane && !is_zero ? halves[half] * (limit / largest) : splat(0);
       // Adding 1.5 × 2²³ rounds to the nearest integer, ties to even, in the lowest bits.
       const Ints value = reinterpret_cast<Ints>(scaled + 12582912.f) - 0x4b400000;
       const Ints high = to.low ? (value + 128) >> 8 : value;
-      *reinterpret_cast<Sixteen*>(to.high + first) = __builtin_convertvector(high, Sixteen);
+      *reinterpret_cast<Sixteen*>(to.high + first + half * 16) =
+          __builtin_convertvector(high, Sixteen);
       if (to.low)
-        *reinterpret_cast<Sixteen*>(to.low + first) =
+        *reinterpret_cast<Sixteen*>(to.low + first + half * 16) =
             __builtin_convertvector(value - (high << 8), Sixteen);
-      to.sums[block * 2 + half] = sum(value);
+      values[half] = value;
     }
+    Ints sums = __builtin_shufflevector(values[0], values[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19,
+                                        20, 21, 22, 23) +
+                __builtin_shufflevector(values[0], values[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25,
+                                        26, 27, 28, 29, 30, 31);
+    const std::make_integer_sequence<int, 16> all;
+    sums += exchange<4>(sums, all);
+    sums += exchange<2>(sums, all);
+    to.scales[first / 32] = scale;
+    to.sums[first / 16] = (sums[0] + sums[1]) * scale;
+    to.sums[first / 16 + 1] = (sums[8] + sums[9]) * scale;
   }
 }
 
 // A tile is 16 outputs: in one register or several, as the instruction set has them.
-constexpr int PLANES = KAGARI_ISA == 2 ? 2 : 1;  // one after the other, or both at once
+constexpr int PLANES = KAGARI_ISA >= 2 ? 2 : 1;  // one after the other, or both at once
 
 inline LaneInts all_four(const int8_t* at) {
   int32_t bytes;
@@ -161,7 +180,7 @@ inline LaneInts all_four(const int8_t* at) {
 
 inline Lanes number(const uint8_t* at, int part, bool wide) {  // a part of 16 fp32 or fp16
   if (wide) return reinterpret_cast<const Lanes*>(at)[part];
-#if KAGARI_ISA == 2
+#if KAGARI_ISA >= 2
   return (Lanes)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)at));
 #elif KAGARI_ISA == 1
   return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at + part));
@@ -174,7 +193,7 @@ inline Lanes number(const uint8_t* at, int part, bool wide) {  // a part of 16 f
 
 // `four` are four activations of a row, for all lanes; `dot` adds their products with each lane's
 // four weights to it.
-#if KAGARI_ISA == 2
+#if KAGARI_ISA >= 2
 typedef LaneInts Four;
 inline Four four(const int8_t* plane, const int8_t*) { return all_four(plane); }
 inline LaneInts dot(LaneInts sum, LaneInts weights, Four by) {
@@ -199,27 +218,29 @@ inline LaneInts dot(LaneInts sum, LaneInts weights, const Four& by) {
 #endif
 
 constexpr int PANEL_ROWS = 6;  // so many are only multiplied by a panel, never as packed
-constexpr int MOST_ROWS = KAGARI_ISA == 2 ? PANEL_ROWS : 2;  // held by registers
-constexpr int FEW_ROWS = KAGARI_ISA == 2 ? 4 : 2;   // or by tiles as they are packed
+constexpr int MOST_ROWS = KAGARI_ISA >= 2 ? PANEL_ROWS : 2;  // held by registers
+constexpr int FEW_ROWS = KAGARI_ISA >= 2 ? 4 : 2;   // or by tiles as they are packed
 constexpr int GROUP_ROWS = 66, PANEL_BLOCKS = 24;    // rows, and blocks of inputs, of a panel
 constexpr int DIRECT_ROWS = 11;                      // more are worth a panel
 
 struct alignas(64) Panel {  // stays in the first level cache
   uint8_t runs[2][PANEL_BLOCKS][768];  // of two tiles, as 8 bits and fp32
-  float sums[GROUP_ROWS][2][16];       // of the rows' products so far
+  float spare[GROUP_ROWS][2][16];      // for products not all of which are wanted
 };
 
 struct Runs {  // of two tiles, from their block `first` on
   const uint8_t* at[2];
   int64_t step;            // bytes from a block to the next
   const uint8_t* next[2];  // may be fetched meanwhile
+  const float* bias;       // [2][16]: where sums begin
   int32_t first, blocks, bits, wide, has_min;
   bool is_halved, is_signed;  // 16 inputs share a scale; 8-bit quants are stored + 128
 };
 
-// Rewrites runs as 8 bits and fp32, so that many rows unpack them once.
+// Rewrites runs as 8 bits and fp32, so that many rows unpack them once; 8-bit quants, which are
+// stored + 128, get minima that make up for it.
 void widen(const Packed& from, const uint8_t* run, int blocks, uint8_t (*to)[768]) {
-  const int count = 32 / from.block * (from.has_min ? 2 : 1), size = from.wide ? 64 : 32;
+  const int scales = 32 / from.block * REGISTERS, size = from.wide ? 64 : 32;
   for (int b = 0; b < blocks; b++, run += run_bytes(from)) {
     if (from.bits == 8) memcpy(to[b], run, 512);
     for (int i = 0; from.bits == 4 && i < 256; i += sizeof(LaneInts)) {
@@ -227,10 +248,15 @@ void widen(const Packed& from, const uint8_t* run, int blocks, uint8_t (*to)[768
       *reinterpret_cast<LaneInts*>(to[b] + i) = both & 0x0f0f0f0f;
       *reinterpret_cast<LaneInts*>(to[b] + i + 256) = (both >> 4) & 0x0f0f0f0f;
     }
-    const uint8_t* numbers = run + 64 * from.bits;
-    for (int i = 0; i < count * REGISTERS; i++)
-      reinterpret_cast<Lanes*>(to[b] + 512)[i] =
-          number(numbers + i / REGISTERS * size, i % REGISTERS, from.wide);
+    const auto number_at = [&](int i) {
+      return number(run + 64 * from.bits + i / REGISTERS * size, i % REGISTERS, from.wide);
+    };
+    Lanes* numbers = reinterpret_cast<Lanes*>(to[b] + 512);
+    for (int i = 0; i < scales; i++) {
+      const Lanes scale = numbers[i] = number_at(i);
+      const Lanes minimum = from.has_min ? number_at(scales + i) : Lanes{};
+      numbers[scales + i] = from.bits == 8 ? fma(scale, -128.0f, minimum) : minimum;
+    }
   }
 }
 
@@ -238,13 +264,17 @@ void widen(const Packed& from, const uint8_t* run, int blocks, uint8_t (*to)[768
   _Pragma("GCC unroll 8") for (int r = 0; r < Rows; r++) \
   _Pragma("GCC unroll 8") for (int v = 0; v < Vectors; v++) __VA_ARGS__
 
-// Adds to sums[r][tile] the products of row + r with the runs of that tile, or of both tiles.
-// Meanwhile `fetch` bytes of the next runs come for each block. A block's integers are summed
-// exactly; what is known at compile time (Parts: a block's scales) keeps all in registers.
+struct Sums {  // [rows][32] floats of two tiles
+  float* data;
+  int64_t stride;
+};
+
+// Adds to sums[r] the products of row + r with the runs of that tile, or of both tiles. Meanwhile
+// `fetch` bytes of the next runs come for each block. A block's integers are summed exactly; what
+// is known at compile time (Parts: a block's scales) keeps all in registers.
 template <int Rows, int Bits, int Parts>
 __attribute__((noinline))  // alone it gets the registers it needs
-void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64_t row,
-              float (*sums)[2][16]) {
+void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64_t row, Sums to) {
   constexpr int Tiles = Rows == 1 ? 1 : 2, Vectors = Tiles * REGISTERS, Quads = 8 / Parts;
   constexpr bool Apart = PLANES == 2 && Rows < PANEL_ROWS;  // few rows: each plane has a chain
   const Runs runs = from;
@@ -253,19 +283,11 @@ void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64
   const int64_t width = in.width, first = row * width + runs.first * 32;
   const int64_t step = Rows == PANEL_ROWS ? sizeof(Panel::runs[0][0]) : runs.step;
   const int8_t *high = in.high + first, *low = in.low ? in.low + first : nullptr;
-  const float* scales = in.scales + first / 32;
-  const int32_t* totals = in.sums + first / 16;
+  const float *scales = in.scales + first / 32, *inputs = in.sums + first / 16;
   const uint8_t* at[2] = {runs.at[tile], runs.at[1]};
-  float inputs[Rows][PANEL_BLOCKS * Parts];  // their sums: what a row has of each minimum
-  for (int r = 0; runs.has_min && r < Rows; r++) {
-    const int32_t* total = totals + r * (width / 16);
-    const float* scale = scales + r * (width / 32);
-    for (int b = 0; b < runs.blocks; b++)
-      if (Parts == 1) inputs[r][b] = (total[2 * b] + total[2 * b + 1]) * scale[b];
-      else for (int i = 2 * b; i < 2 * b + 2; i++) inputs[r][i] = total[i] * scale[b];
-  }
   Lanes result[Rows][Vectors];
-  EACH_VECTOR(result[r][v] = reinterpret_cast<const Lanes*>(sums[r][tile])[v]);
+  EACH_VECTOR(result[r][v] = lanes((runs.first ? to.data + r * to.stride : runs.bias) +
+                                   tile * 16 + v * LANES));
   for (int64_t b = 0; b < runs.blocks; b++, at[0] += step, at[1] += step) {
     for (int64_t i = 0; i < fetch; i += 64)
       for (int t = 0; t < Tiles; t++)
@@ -295,89 +317,82 @@ void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64
         }
       }
       if (Apart && low) EACH_VECTOR(dots[r][v] = (dots[r][v] << 8) + lows[r][v]);
-      if (Bits == 8 && runs.is_signed) EACH_VECTOR({
-        const int32_t* total = totals + r * (width / 16) + 2 * b;
-        dots[r][v] -= (Parts == 2 ? total[part] : total[0] + total[1]) * 128;
-      });
       const int scale_at = 64 * Bits + part * size, minimum_at = scale_at + Parts * size;
       EACH_VECTOR({
         const Lanes scale = number(at[v / REGISTERS] + scale_at, v % REGISTERS, wide);
-        result[r][v] = fused(__builtin_convertvector(dots[r][v], Lanes),
-                                    scale * scales[r * (width / 32) + b], result[r][v]);
+        result[r][v] = fma(__builtin_convertvector(dots[r][v], Lanes),
+                           scale * scales[r * (width / 32) + b], result[r][v]);
       });
-      if (runs.has_min) EACH_VECTOR({
-        const Lanes minimum = number(at[v / REGISTERS] + minimum_at, v % REGISTERS, wide);
-        result[r][v] = fused(minimum, spread(inputs[r][b * Parts + part]), result[r][v]);
+      if (Rows == PANEL_ROWS || runs.has_min || runs.is_signed) EACH_VECTOR({
+        const uint8_t* numbers = at[v / REGISTERS];
+        Lanes minimum = {};
+        if (Rows == PANEL_ROWS || runs.has_min)
+          minimum = number(numbers + minimum_at, v % REGISTERS, wide);
+        if (Bits == 8 && Rows < PANEL_ROWS && runs.is_signed)
+          minimum = fma(number(numbers + scale_at, v % REGISTERS, wide), -128.0f, minimum);
+        const float* input = inputs + r * (width / 16) + 2 * b;
+        result[r][v] = fma(minimum, Parts == 2 ? input[part] : input[0] + input[1], result[r][v]);
       });
     }
   }
-  EACH_VECTOR(reinterpret_cast<Lanes*>(sums[r][tile])[v] = result[r][v]);
+  EACH_VECTOR(lanes(to.data + r * to.stride + tile * 16 + v * LANES) = result[r][v]);
 }
 
 template <int Rows>
-void multiply_rows(const Runs& runs, int64_t fetch, const Quants& in, int64_t row,
-                   float (*sums)[2][16]) {
+void multiply_rows(const Runs& runs, int64_t fetch, const Quants& in, int64_t row, Sums to) {
   constexpr int Bits = Rows == PANEL_ROWS ? 8 : 4;
   const auto by_runs = runs.is_halved
       ? (runs.bits == 4 ? multiply<Rows, Bits, 2> : multiply<Rows, 8, 2>)
       : (runs.bits == 4 ? multiply<Rows, Bits, 1> : multiply<Rows, 8, 1>);
   for (int tile = 0; tile < 2; tile += Rows == 1 ? 1 : 2)  // one row: one stream after the other
-    by_runs(runs, fetch, tile, in, row, sums);
+    by_runs(runs, fetch, tile, in, row, to);
 }
 
-// Writes rows [row, row + count) of the tiles `tile` and the next.
-inline void finish(const Gemm& gemm, int64_t tile, int64_t row, int count, float (*sums)[2][16]) {
-  for (int t = 0; t < 2 && (tile + t) * 16 < gemm.columns; t++) {
-    const int64_t column = (tile + t) * 16;
-    const int lanes = gemm.columns - column < 16 ? gemm.columns - column : 16;
-    const Floats bias = gemm.bias ? load(gemm.bias + column, lanes) : splat(0);
-    float* out = gemm.out + row * gemm.stride + column;
-    for (int r = 0; r < count; r++, out += gemm.stride) {
-      const Floats value = load(sums[r][t]), sum = gemm.bias ? value + bias : value;
-      if (lanes == 16) store(out, sum); else store(out, sum, lanes);
-    }
-  }
-}
-
-// Rows [row, row + count) by the tiles `tile` and the next; an odd last one is taken twice.
-void multiply_pair(const Gemm& gemm, int64_t tile, int64_t row, int count) {
+// Rows [row, row + count) by a pair of tiles; an odd last one is taken twice. `next`: the pair that
+// this thread is likely to take then.
+void multiply_pair(const Gemm& gemm, int64_t pair, int64_t next, int64_t row, int count) {
   const Packed& weight = *gemm.weight;
-  const int64_t blocks = weight.k / 32, bytes = run_bytes(weight);
+  const int64_t blocks = weight.k / 32, bytes = run_bytes(weight), tile = pair * 2;
   const bool widens = count > DIRECT_ROWS;
+  const int64_t column = tile * 16, left = gemm.columns - column, columns = left < 32 ? left : 32;
+  float bias[32] = {};
+  if (gemm.bias) memcpy(bias, gemm.bias + column, columns * sizeof(float));
   Panel panel;
-  memset(panel.sums, 0, count * sizeof panel.sums[0]);
+  float* const out = gemm.out + row * gemm.stride + column;
+  const Sums sums = columns == 32 ? Sums{out, gemm.stride} : Sums{panel.spare[0][0], 32};
   Runs runs{};
+  runs.bias = bias;
   runs.step = widens ? sizeof panel.runs[0][0] : bytes;
   runs.bits = widens ? 8 : weight.bits;
   runs.wide = widens || weight.wide;
-  runs.has_min = weight.has_min;
+  runs.has_min = widens || weight.has_min;
   runs.is_halved = weight.block == 16;
-  runs.is_signed = weight.bits == 8;
+  runs.is_signed = !widens && weight.bits == 8;
   for (int64_t block = 0; block < blocks; block += PANEL_BLOCKS) {
     runs.first = block;
     runs.blocks = blocks - block < PANEL_BLOCKS ? blocks - block : PANEL_BLOCKS;
     for (int t = 0; t < 2; t++) {
       const int64_t which = tile + t < weight.n / 16 ? tile + t : tile;
       runs.at[t] = weight.data + (which * blocks + block) * bytes;
-      runs.next[t] = runs.at[t] + 2 * blocks * bytes;  // the next pair's
+      runs.next[t] = runs.at[t] + 2 * (next - pair) * blocks * bytes;
       if (!widens) continue;
       widen(weight, runs.at[t], runs.blocks, panel.runs[t]);
       runs.at[t] = panel.runs[t][0];
     }
-    const bool is_last = block + runs.blocks == blocks;
     for (int r = 0, rows; r < count; r += rows) {
       const int left = count - r, most = widens ? MOST_ROWS : FEW_ROWS;
       rows = left >= most ? most : left >= FEW_ROWS ? FEW_ROWS : left >= 2 ? 2 : 1;
-      for (int i = 0; is_last && i < 2 * rows; i++)
-        __builtin_prefetch(gemm.out + (row + r + i / 2) * gemm.stride + (tile + i % 2) * 16, 1);
+      const Sums to{sums.data + r * sums.stride, sums.stride};
+      for (int i = 0; i < 2 * rows; i++)
+        __builtin_prefetch(to.data + i / 2 * to.stride + i % 2 * 16, 1);
       const auto by_rows = rows == MOST_ROWS  ? multiply_rows<MOST_ROWS>
                            : rows == FEW_ROWS ? multiply_rows<FEW_ROWS>
                            : rows == 2        ? multiply_rows<2> : multiply_rows<1>;
-      by_rows(runs, r ? 0 : bytes, *gemm.in, row + r, panel.sums + r);
-      // At once: nobody waits for these stores while the next rows are multiplied.
-      if (is_last) finish(gemm, tile, row + r, rows, panel.sums + r);
+      by_rows(runs, r ? 0 : bytes, *gemm.in, row + r, to);
     }
   }
+  for (int r = 0; columns < 32 && r < count; r++)
+    memcpy(out + r * gemm.stride, panel.spare[r], columns * sizeof(float));
 }
 
 void run_gemm(const void* args, const Step* step) {
@@ -385,11 +400,15 @@ void run_gemm(const void* args, const Step* step) {
   const int64_t rows = gemm.only_last ? step->num_last : step->rows;
   const int64_t groups = (rows + GROUP_ROWS - 1) / GROUP_ROWS;
   const int64_t pairs = (gemm.weight->n / 16 + 1) / 2;
-  const int64_t grain = 8192 / (gemm.weight->k * (rows + 8)) + 1;  // a microsecond or more
+  // Few rows wait for memory, which comes faster in long ways; many take a microsecond or more.
+  const int64_t grain = rows > 8 ? 8192 / (gemm.weight->k * (rows + 8)) + 1
+                                 : pairs / (2 * kagari_threads()) + 1;
+  const int64_t of_others = grain * (kagari_threads() - 1);
   parallel(pairs * groups, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       const int64_t row = i % groups * GROUP_ROWS, left = rows - row;
-      multiply_pair(gemm, i / groups * 2, row, left < GROUP_ROWS ? left : GROUP_ROWS);
+      const int64_t next = i + 1 < end ? i + 1 : i + 1 + of_others;
+      multiply_pair(gemm, i / groups, next / groups, row, left < GROUP_ROWS ? left : GROUP_ROWS);
     }
   });
 }
@@ -423,7 +442,7 @@ void run_embed(const void* args, const Step* step) {
 
 // --- norms, gates, the best logit ----------------------------------------------------------------
 
-inline int64_t rows_a_chunk(int32_t width) { return 8192 / width + 1; }  // some microseconds
+inline int64_t rows_a_share(int32_t width) { return 8192 / width + 1; }  // some microseconds
 
 // Calls body(column, lanes) for each 16 columns and the rest.
 template <class Body>
@@ -452,7 +471,7 @@ inline float* row_or(float* out, int64_t row, int32_t width, float* spare, const
 void run_norm(const void* args, const Step* step) {
   const Norm& op = *static_cast<const Norm*>(args);
   const int32_t width = op.width, rows = op.only_last ? step->num_last : step->rows;
-  parallel(rows, rows_a_chunk(width), [&](int64_t begin, int64_t end) {
+  parallel(rows, rows_a_share(width), [&](int64_t begin, int64_t end) {
     float* spare = (float*)__builtin_alloca(sizeof(float) * (width + 32));
     for (int64_t row = begin; row < end; row++) {
       float* x = op.x + (op.only_last ? step->last[row] : row) * (int64_t)width;
@@ -479,7 +498,7 @@ void run_norm(const void* args, const Step* step) {
 void run_gate(const void* args, const Step* step) {
   const Gate& op = *static_cast<const Gate*>(args);
   const int32_t width = op.width;
-  parallel(step->rows, rows_a_chunk(2 * width), [&](int64_t begin, int64_t end) {
+  parallel(step->rows, rows_a_share(2 * width), [&](int64_t begin, int64_t end) {
     float* spare = (float*)__builtin_alloca(sizeof(float) * (width + 32));
     for (int64_t row = begin; row < end; row++) {
       const float* in = op.in + row * 2 * width;
@@ -487,8 +506,8 @@ void run_gate(const void* args, const Step* step) {
       each_vector(width, [&](int32_t at, int lanes) {
         Floats x = load(in + at, lanes), t = x;
         if (op.is_gelu)  // x / (1 + e^-2u) = x (1 + tanh u) / 2, u = √(2/π) (x + 0.044715 x³)
-          t = x * fma(x * x, splat(0.0713548139f), splat(1.59576917f));
-        const Floats divisor = exponential(-larger(t, splat(-88.0f))) + 1.0f;
+          t = x * fma(x * x, 0.0713548139f, 1.59576917f);
+        const Floats divisor = power_of_two(larger(t, splat(-88.0f)) * -1.44269504f) + 1.0f;
         store(out + at, x / divisor * load(in + width + at, lanes), lanes);
       });
       if (op.quants) quantize_row(out, *op.quants, row);
@@ -531,34 +550,10 @@ void run_best(const void* args, const Step* step) {
 // Gimelshein, 2018) over the tiles of an absolute stretch; stretches are then merged in ascending
 // order (Dao et al., 2023: "split KV"). So a row's bits do not depend on what it is computed with.
 
-constexpr int TILE_ROWS = 6, TILE_COLUMNS = KAGARI_ISA == 2 ? 4 : 2;    // registers that sum
+constexpr int TILE_ROWS = 6, TILE_COLUMNS = KAGARI_ISA >= 2 ? 4 : 2;    // registers that sum
 constexpr int MAX_DIM = 256, BLOCK_ROWS = 96, PIECES_PER_THREAD = 4;
 constexpr float FLOOR = -1e30f;     // below any score
 constexpr float HIDDEN = -2e30f;    // below FLOOR: its weight is 0 whatever the highest score
-
-inline float highest_lane(Lanes value) {
-  union { Lanes whole; __m128 part[LANES / 4]; } parts{value};
-  __m128 best = parts.part[0];
-  for (int i = 1; i < LANES / 4; i++) best = _mm_max_ps(best, parts.part[i]);
-  best = _mm_max_ps(best, _mm_movehl_ps(best, best));
-  best = _mm_max_ps(best, _mm_shuffle_ps(best, best, 1));
-  return _mm_cvtss_f32(best);
-}
-
-inline Lanes higher(Lanes a, Lanes b) { return WIDE(max_ps)(a, b); }  // b if one is not a number
-
-// 2^x for x ≤ 0, 0 below 2^-126.5; reduction to |r| ≤ 1/2 and polynomial of Cephes' exp2f.
-inline Lanes power_of_two(Lanes x) {
-  const float magic = 12582912.0f + 127.0f;  // 1.5 × 2^23: rounds; 127: the exponent's bias
-  const Lanes cut = higher(spread(-126.9f), x), shifted = cut + magic, r = cut - (shifted - magic);
-  Lanes p = fused(spread(1.535336188e-4f), r, spread(1.339887440e-3f));
-  p = fused(p, r, spread(9.618437357e-3f));
-  p = fused(p, r, spread(5.550332471e-2f));
-  p = fused(p, r, spread(2.402264791e-1f));
-  p = fused(p, r, spread(6.931472028e-1f));
-  p = fused(p, r, spread(1));
-  return p * reinterpret_cast<Lanes>(reinterpret_cast<LaneInts>(shifted) << 23);
-}
 
 struct Run {  // sixteen keys and values [dim] of a page, of which begin … end - 1 may be read
   const char* keys;
@@ -574,29 +569,67 @@ struct Ahead {  // keys and values that come next, fetched line by line between 
 
   // Always inline: GCC 12 takes a function that does nothing else for one without effect.
   __attribute__((always_inline)) void fetch(int64_t offset) const {
-    __builtin_prefetch(keys + offset, 0, 2);
-    __builtin_prefetch(values + offset, 0, 2);
+    __builtin_prefetch(keys + offset);
+    __builtin_prefetch(values + offset);
   }
 };
 
-inline Lanes widened(const float* at) { return lanes(at); }
+// What a lane multiplies at a time, a term, is a number as fp32; with bf16 instructions, and bf16
+// pages, it is a pair of bf16 numbers: both products are added to its fp32 sum. `Element` is a
+// page's, or Pair for terms that are pairs already.
 
-inline Lanes widened(const uint16_t* at) {  // bf16
-#if KAGARI_ISA == 2
-  __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at));
-#elif KAGARI_ISA == 1
-  __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at));
-#else
-  __m128i bits = _mm_unpacklo_epi16(_mm_loadl_epi64((const __m128i*)at), _mm_setzero_si128());
+struct Pair { uint16_t numbers[2]; };
+template <class Element>
+constexpr int TERM = KAGARI_ISA == 3 && !std::is_same_v<Element, float> ? 2 : 1;  // numbers of one
+template <class Element>
+using Term = std::conditional_t<TERM<Element> == 2, Pair, float>;
+
+template <class Element>
+inline Lanes add_products(Lanes a, Lanes b, Lanes sum) {
+#if KAGARI_ISA == 3
+  if constexpr (TERM<Element> == 2) return (Lanes)_mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
 #endif
-  return (Lanes)WIDE(slli_epi32)(bits, 16);
+  return fma(a, b, sum);
 }
 
-// c [rows][columns] = c × scales (0 if null) + a [rows][depth] · b [depth][columns], ascending.
+// Writes a vector of an array's numbers, from number `at` on, as its terms have them.
+template <class Element>
+inline void put(float* array, int at, Lanes numbers) {
+#if KAGARI_ISA == 3
+  if constexpr (TERM<Element> == 2) {
+    uint16_t* to = reinterpret_cast<uint16_t*>(array) + at;
+    _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(numbers));
+    return;
+  }
+#endif
+  lanes(array + at) = numbers;
+}
+
+inline LaneInts widened(const uint16_t* at) {
+#if KAGARI_ISA >= 2
+  return (LaneInts)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at));
+#elif KAGARI_ISA == 1
+  return (LaneInts)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at));
+#else
+  return (LaneInts)_mm_unpacklo_epi16(_mm_loadl_epi64((const __m128i*)at), _mm_setzero_si128());
+#endif
+}
+
+// Terms of LANES columns: of a row, or of it and the next.
+inline Lanes terms(const float* at, int64_t) { return lanes(at); }
+inline Lanes terms(const Pair* at, int64_t) { return *reinterpret_cast<const Lanes*>(at); }
+inline Lanes terms(const uint16_t* at, int64_t stride) {
+  if constexpr (TERM<uint16_t> == 1) return (Lanes)(widened(at) << 16);
+  else return (Lanes)(widened(at) | widened(at + stride) << 16);
+}
+
+// c [rows][columns] = c × scales (0 if null) + a [rows][depth] · b [depth][columns], ascending;
+// depth counts terms. Page elements that are to become pairs have two rows a term.
 template <int ROWS, int COLUMNS, class Element>
 inline void multiply_tile(const float* a, int64_t a_stride, const Element* b, int64_t b_stride,
                           float* c, int64_t c_stride, const float* scales, int depth,
                           Ahead ahead) {
+  constexpr int STEP = sizeof(Element) == 2 ? TERM<Element> : 1;
   Lanes sums[ROWS][COLUMNS] = {};
   if (scales)
 #pragma GCC unroll 8
@@ -604,16 +637,18 @@ inline void multiply_tile(const float* a, int64_t a_stride, const Element* b, in
 #pragma GCC unroll 8
       for (int j = 0; j < COLUMNS; j++)
         sums[r][j] = lanes(c + r * c_stride + j * LANES) * scales[r];
-  for (int d = 0; d < depth; d++, b += b_stride) {
-    if (sizeof(Element) == 2) ahead.fetch(d * COLUMNS * LANES);
+  for (int d = 0; d < depth; d++, b += STEP * b_stride) {
+    for (int i = 0; sizeof(Element) == 2 && i < STEP; i++)
+      ahead.fetch((d * STEP + i) * COLUMNS * LANES);
     Lanes column[COLUMNS];
 #pragma GCC unroll 8
-    for (int j = 0; j < COLUMNS; j++) column[j] = widened(b + j * LANES);
+    for (int j = 0; j < COLUMNS; j++) column[j] = terms(b + j * LANES, b_stride);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) {
       Lanes value = spread(a[r * a_stride + d]);
 #pragma GCC unroll 8
-      for (int j = 0; j < COLUMNS; j++) sums[r][j] = fused(value, column[j], sums[r][j]);
+      for (int j = 0; j < COLUMNS; j++)
+        sums[r][j] = add_products<Element>(value, column[j], sums[r][j]);
     }
   }
 #pragma GCC unroll 8
@@ -622,7 +657,7 @@ inline void multiply_tile(const float* a, int64_t a_stride, const Element* b, in
     for (int j = 0; j < COLUMNS; j++) lanes(c + r * c_stride + j * LANES) = sums[r][j];
 }
 
-// With bf16 also fetches depth × columns bytes of what is ahead.
+// With page elements of 2 bytes also fetches as many bytes of what is ahead as numbers of b.
 template <int ROWS, class Element>
 void multiply(int rows, const float* a, int64_t a_stride, const Element* b, int columns, float* c,
               int64_t c_stride, const float* scales, int depth, Ahead ahead) {
@@ -631,24 +666,25 @@ void multiply(int rows, const float* a, int64_t a_stride, const Element* b, int 
       multiply<ROWS - 1>(rows, a, a_stride, b, columns, c, c_stride, scales, depth, ahead);
     return;
   }
+  const int lines = depth * TERM<Element>;
   int at = 0;
   for (; at + TILE_COLUMNS * LANES <= columns; at += TILE_COLUMNS * LANES)
     multiply_tile<ROWS, TILE_COLUMNS>(a, a_stride, b + at, columns, c + at, c_stride, scales, depth,
-                                      ahead.from(depth * at));
+                                      ahead.from(lines * at));
   for (; at < columns; at += LANES)
     multiply_tile<ROWS, 1>(a, a_stride, b + at, columns, c + at, c_stride, scales, depth,
-                           ahead.from(depth * at));
+                           ahead.from(lines * at));
 }
 
 struct Workspace {  // a thread's own; a state: weighted values [dim], highest score, sum of weights
-  float queries[BLOCK_ROWS * MAX_DIM];        // [rows][dim]
-  float keys[MAX_DIM * KEY_TILE];             // [dim][64]
-  float values[KEY_TILE * MAX_DIM];           // [64][dim]
-  float scores[TILE_ROWS * KEY_TILE];         // then weights
+  float queries[BLOCK_ROWS * MAX_DIM];        // [rows][terms of dim]
+  float keys[MAX_DIM * KEY_TILE];             // [terms of dim][64]
+  float values[KEY_TILE * MAX_DIM];           // [terms of 64][dim]
+  float scores[TILE_ROWS * KEY_TILE];         // then weights, as terms
   float weights[BLOCK_ROWS * LANES];          // [rows][LANES]: sums of weights in a stretch
   float stretch[BLOCK_ROWS * (MAX_DIM + 16)]; // states
   float merged[BLOCK_ROWS * (MAX_DIM + 16)];  // states
-  float copy[16 * MAX_DIM];                   // of keys some of which must not be read
+  float copy[16 * MAX_DIM];                   // of a run some of which must not be read
 };
 static __thread Workspace workspace __attribute__((aligned(64)));
 
@@ -660,7 +696,7 @@ inline void turn_head(const float* in, const float* gain, float eps, const float
   if (gain) {
     Lanes squares = {};
     int i = 0;
-    for (; i + LANES <= dim; i += LANES) squares = fused(lanes(in + i), lanes(in + i), squares);
+    for (; i + LANES <= dim; i += LANES) squares = fma(lanes(in + i), lanes(in + i), squares);
     float sum = 0;
     for (int j = 0; j < LANES; j++) sum += squares[j];
     for (; i < dim; i++) sum += in[i] * in[i];
@@ -719,7 +755,7 @@ inline Turned turn_rows(const int32_t* rows, int dwords, int first) {
     auto quad = [=](int i) {
       return _mm_loadu_si128((const __m128i*)(rows + (row + 4 * i) * dwords + first));
     };
-#if KAGARI_ISA == 2
+#if KAGARI_ISA >= 2
     __m512i all = _mm512_inserti32x4(_mm512_castsi128_si512(quad(0)), quad(1), 1);
     return _mm512_inserti32x4(_mm512_inserti32x4(all, quad(2), 2), quad(3), 3);
 #elif KAGARI_ISA == 1
@@ -741,15 +777,15 @@ inline Lanes high_half(LaneInts pair) {
 }
 
 // Scores of LANES keys [dim] for a few queries [dim]: what `multiply` gives, but no copy of keys.
-template <int ROWS, bool IS_FLOAT>
+template <int ROWS, class Element>
 void score_keys(int rows, const float* queries, const int32_t* keys, int dwords, float* scores,
                 Ahead ahead) {
   if (rows < ROWS) {
     if constexpr (ROWS > 1)
-      score_keys<ROWS - 1, IS_FLOAT>(rows, queries, keys, dwords, scores, ahead);
+      score_keys<ROWS - 1, Element>(rows, queries, keys, dwords, scores, ahead);
     return;
   }
-  const int dim = IS_FLOAT ? dwords : 2 * dwords;
+  constexpr int SPLIT = sizeof(Element) == 2 ? 3 - TERM<Element> : 1;  // terms of a dword
   Lanes sums[ROWS] = {};
   for (int first = 0; first < dwords; first += 4) {
     for (int i = 0; i < 8 * LANES; i += 64) ahead.fetch(2 * first * LANES + i);
@@ -757,12 +793,12 @@ void score_keys(int rows, const float* queries, const int32_t* keys, int dwords,
     auto add = [&](int d, Lanes column) {
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++)
-        sums[r] = fused(spread(queries[r * dim + d]), column, sums[r]);
+        sums[r] = add_products<Element>(spread(queries[r * SPLIT * dwords + d]), column, sums[r]);
     };
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-      if (IS_FLOAT) {
-        add(first + i, reinterpret_cast<Lanes>(turned.dword[i]));
+      if (SPLIT == 1) {
+        add(first + i, (Lanes)turned.dword[i]);
       } else {
         add(2 * (first + i), low_half(turned.dword[i]));
         add(2 * (first + i) + 1, high_half(turned.dword[i]));
@@ -787,42 +823,50 @@ inline Run find_run(const Arena& arena, const int32_t* pages, int kv_head, int k
   return run;
 }
 
-// The run's keys, or a copy with zeros where it must not be read.
-inline const int32_t* whole_keys(const Run& run, int row, float* copy) {
-  if (run.begin == 0 && run.end == 16) return reinterpret_cast<const int32_t*>(run.keys);
-  memset(copy, 0, 16 * row);
-  memcpy(reinterpret_cast<char*>(copy) + run.begin * row, run.keys + run.begin * row,
-         (run.end - run.begin) * row);
-  return reinterpret_cast<const int32_t*>(copy);
+// A run's keys or values [16][dim], or a copy with zeros where they must not be read.
+template <class Element>
+inline const Element* whole(const Run& run, const char* from, int dim, float* copy) {
+  if (run.begin > 0 || run.end < 16) {
+    const int row = dim * sizeof(Element);
+    memset(copy, 0, 16 * row);
+    memcpy(reinterpret_cast<char*>(copy) + run.begin * row, from + run.begin * row,
+           (run.end - run.begin) * row);
+    from = reinterpret_cast<const char*>(copy);
+  }
+  return reinterpret_cast<const Element*>(from);
 }
 
-// A tile as fp32: keys [dim][64], values [64][dim]; zero where a run must not be read.
-void load_tile(const Run* runs, int dim, bool is_float, Workspace& work) {
-  const int row = dim * (is_float ? 4 : 2);
+// A tile's terms: of keys [terms of dim][64], of values [terms of 64][dim]; zero where a run must
+// not be read.
+template <class Element>
+void load_tile(const Run* runs, int dim, Workspace& work) {
+  constexpr int SPLIT = sizeof(Element) == 2 ? 3 - TERM<Element> : 1;  // terms of a dword
+  const int dwords = dim * sizeof(Element) / 4;
   for (int at = 0; at < KEY_TILE; at += 16) {
     const Run& run = runs[at / 16];
-    float* values = work.values + at * dim;
+    float* to = work.values + at / TERM<Element> * dim;
     if (run.begin >= run.end) {
-      for (int d = 0; d < dim; d++) memset(work.keys + d * KEY_TILE + at, 0, 64);
-      memset(values, 0, 64 * dim);
+      for (int d = 0; d < SPLIT * dwords; d++) memset(work.keys + d * KEY_TILE + at, 0, 64);
+      memset(to, 0, 64 / TERM<Element> * dim);
       continue;
     }
-    const int32_t* keys = whole_keys(run, row, work.copy);
+    const Element* keys = whole<Element>(run, run.keys, dim, work.copy);
     for (int i = 0; i < 16; i += LANES) {
-      for (int first = 0; first < row / 4; first += 4) {
-        const Turned turned = turn_rows(keys + i * row / 4, row / 4, first);
+      for (int first = 0; first < dwords; first += 4) {
+        const Turned turned =
+            turn_rows(reinterpret_cast<const int32_t*>(keys + i * dim), dwords, first);
         for (int j = 0; j < 4; j++) {
           const LaneInts dword = turned.dword[j];
-          float* to = work.keys + (first + j) * (is_float ? 1 : 2) * KEY_TILE + at + i;
-          lanes(to) = is_float ? reinterpret_cast<Lanes>(dword) : low_half(dword);
-          if (!is_float) lanes(to + KEY_TILE) = high_half(dword);
+          float* to = work.keys + (first + j) * SPLIT * KEY_TILE + at + i;
+          lanes(to) = SPLIT == 1 ? (Lanes)dword : low_half(dword);
+          if (SPLIT == 2) lanes(to + KEY_TILE) = high_half(dword);
         }
       }
     }
-    if (run.end - run.begin < 16) memset(values, 0, 64 * dim);
-    for (int i = run.begin * dim; i < run.end * dim; i += LANES)
-      lanes(values + i) = is_float ? widened(reinterpret_cast<const float*>(run.values) + i)
-                                   : widened(reinterpret_cast<const uint16_t*>(run.values) + i);
+    const Element* values = whole<Element>(run, run.values, dim, work.copy);
+    for (int row = 0; row < 16; row += TERM<Element>)
+      for (int d = 0; d < dim; d += LANES, to += LANES)
+        lanes(to) = terms(values + row * dim + d, dim);
   }
 }
 
@@ -836,7 +880,7 @@ inline void merge_state(float* into, const float* later, int dim) {
   const float keep = power_of_two(spread(into[dim] - high))[0];
   const float add = power_of_two(spread(later[dim] - high))[0];
   for (int d = 0; d < dim; d += LANES)
-    lanes(into + d) = fused(lanes(later + d), spread(add), lanes(into + d) * keep);
+    lanes(into + d) = fma(lanes(later + d), add, lanes(into + d) * keep);
   into[dim] = high;
   into[dim + 1] = later[dim + 1] * add + into[dim + 1] * keep;
 }
@@ -865,10 +909,10 @@ void write_state(const Attend& attend, float* out, const Block& block, int kv_he
 
 struct Rows {  // what a work item attends with: the block's rows of one kv head
   int dim, group, count, start, window;  // start: the first token's position
-  bool is_float;
 };
 
 // Scores of rows first … first + count - 1 → weights; shrinks: what their earlier sums become.
+template <class Element>
 void soften(const Rows& of, int tile, int first, int count, Workspace& work, float* shrinks) {
   float best[16] = {}, before[16] = {};
   for (int i = 0; i < count; i++) {
@@ -884,37 +928,46 @@ void soften(const Rows& of, int tile, int first, int count, Workspace& work, flo
     }
     float* const high = work.stretch + (first + i) * (of.dim + 16) + of.dim;
     Lanes top = spread(before[i] = *high);
-    for (int j = 0; j < KEY_TILE; j += LANES) top = higher(lanes(scores + j), top);
-    best[i] = *high = highest_lane(top);
+    for (int j = 0; j < KEY_TILE; j += LANES) top = larger(lanes(scores + j), top);
+    best[i] = *high = highest(top);
   }
   for (int i = 0; i < TILE_ROWS; i += LANES)
     lanes(before + i) = power_of_two(lanes(before + i) - lanes(best + i));
   for (int i = 0; i < count; i++) {
+    float* const scores = work.scores + i * KEY_TILE;
     Lanes sum = {};
-    for (int j = i * KEY_TILE; j < (i + 1) * KEY_TILE; j += LANES)
-      sum += lanes(work.scores + j) = power_of_two(lanes(work.scores + j) - best[i]);
+    for (int j = 0; j < KEY_TILE; j += LANES) {
+      const Lanes weight = power_of_two(lanes(scores + j) - best[i]);
+      put<Element>(scores, j, weight);
+      sum += weight;
+    }
     float* const weights = work.weights + (first + i) * LANES;
     lanes(weights) = lanes(weights) * before[i] + sum;
     shrinks[i] = before[i];
   }
 }
 
-// Many rows: the tile's keys and values are turned and widened once for all. Values behind the last
-// that a row sees have weight 0 and are left out, as are whole tiles that it does not see.
+// Many rows: the tile's keys and values become terms once for all. Values behind the last that a
+// row sees have weight 0 and are left out, as are whole tiles that it does not see.
+template <class Element>
 void attend_many(const Rows& of, int tile, const Run* runs, Workspace& work) {
   const int dim = of.dim, width = dim + 16, first_key = tile * KEY_TILE;
+  const int depth = dim / TERM<Element>;
+  const auto keys = reinterpret_cast<const Term<Element>*>(work.keys);
+  const auto values = reinterpret_cast<const Term<Element>*>(work.values);
   float shrinks[TILE_ROWS];
-  load_tile(runs, dim, of.is_float, work);
+  load_tile<Element>(runs, dim, work);
   for (int r = 0; r < of.count; r += TILE_ROWS) {
     const int count = of.count - r < TILE_ROWS ? of.count - r : TILE_ROWS;
     const int seen = of.start + (r + count - 1) / of.group - first_key + 1;
     const int first = first_seen(of.window, of.start + r / of.group);
     if (seen <= 0 || first >= first_key + KEY_TILE) continue;
-    multiply<TILE_ROWS>(count, work.queries + r * dim, dim, work.keys, KEY_TILE, work.scores,
-                        KEY_TILE, nullptr, dim, {});
-    soften(of, tile, r, count, work, shrinks);
-    multiply<TILE_ROWS>(count, work.scores, KEY_TILE, work.values, dim, work.stretch + r * width,
-                        width, shrinks, seen < KEY_TILE ? seen : KEY_TILE, {});
+    multiply<TILE_ROWS>(count, work.queries + r * depth, depth, keys, KEY_TILE, work.scores,
+                        KEY_TILE, nullptr, depth, {});
+    soften<Element>(of, tile, r, count, work, shrinks);
+    const int rest = TERM<Element> - 1;  // of a term that is seen in part
+    multiply<TILE_ROWS>(count, work.scores, KEY_TILE, values, dim, work.stretch + r * width, width,
+                        shrinks, ((seen < KEY_TILE ? seen : KEY_TILE) + rest) / TERM<Element>, {});
   }
 }
 
@@ -927,20 +980,20 @@ void attend_few(const Rows& of, int tile, const Run* runs, const Ahead* ahead, W
       for (int r = 0; r < of.count; r++) memset(work.scores + r * KEY_TILE + 16 * g, 0, 64);
       continue;
     }
-    const int32_t* keys = whole_keys(runs[g], row, work.copy);
+    const Element* keys = whole<Element>(runs[g], runs[g].keys, dim, work.copy);
     for (int i = 0; i < 16; i += LANES)
-      score_keys<TILE_ROWS, sizeof(Element) == 4>(
-          of.count, work.queries, keys + i * dwords, dwords, work.scores + 16 * g + i,
-          ahead[g].from(2 * i * dwords));
+      score_keys<TILE_ROWS, Element>(
+          of.count, work.queries, reinterpret_cast<const int32_t*>(keys + i * dim), dwords,
+          work.scores + 16 * g + i, ahead[g].from(2 * i * dwords));
   }
   float scales[2][TILE_ROWS] = {{}, {1, 1, 1, 1, 1, 1}};  // of the first run of values, of others
-  soften(of, tile, 0, of.count, work, scales[0]);
+  soften<Element>(of, tile, 0, of.count, work, scales[0]);
   for (int g = 0, later = 0; g < KEY_TILE / 16; g++) {
-    const int begin = runs[g].begin, count = runs[g].end - begin;
-    if (count <= 0) continue;
-    multiply<TILE_ROWS>(of.count, work.scores + 16 * g + begin, KEY_TILE,
-                        reinterpret_cast<const Element*>(runs[g].values) + begin * dim, dim,
-                        work.stretch, dim + 16, scales[later], count, ahead[g].from(8 * row));
+    if (runs[g].begin >= runs[g].end) continue;
+    const Element* values = whole<Element>(runs[g], runs[g].values, dim, work.copy);
+    multiply<TILE_ROWS>(of.count, work.scores + 16 * g / TERM<Element>, KEY_TILE, values, dim,
+                        work.stretch, dim + 16, scales[later], 16 / TERM<Element>,
+                        ahead[g].from(8 * row));
     later = 1;
   }
 }
@@ -954,19 +1007,21 @@ void find_tile(const Attend& attend, const Step& step, const Block& block, const
                        tile * KEY_TILE + 16 * i, piece.first_key, piece.last_key);
 }
 
-// A work item. `after`: the first tile of this thread's next one, empty runs if it is not known.
+// A work item on pages of such elements. `after`: the first tile of this thread's next one, empty runs if it is not known.
+template <class Element>
 void attend_piece(const Attend& attend, const Step& step, float* out, const Block& block,
                   const Piece& piece, int kv_head, const Run* after) {
   Workspace& work = workspace;
-  const Arena& arena = attend.arena;
-  const int dim = arena.dim, width = dim + 16, group = attend.heads / arena.kv_heads;
+  const int dim = attend.arena.dim, width = dim + 16;
+  const int group = attend.heads / attend.arena.kv_heads;
   const Rows of = {dim, group, block.tokens * group, block.span->start + block.first_token,
-                   attend.window, arena.is_float != 0};
+                   attend.window};
   const int64_t token = block.span->first_row + block.first_token;
   for (int t = 0; t < block.tokens; t++) {
     const float* from = attend.queries + ((token + t) * attend.heads + kv_head * group) * dim;
-    float* const to = work.queries + t * group * dim;  // × log2 e: the softmax is of powers of two
-    for (int i = 0; i < group * dim; i += LANES) lanes(to + i) = lanes(from + i) * 1.44269504f;
+    float* const to = work.queries + t * group * dim / TERM<Element>;
+    for (int i = 0; i < group * dim; i += LANES)  // × log2 e: the softmax is of powers of two
+      put<Element>(to, i, lanes(from + i) * 1.44269504f);
   }
   for (int r = 0; r < of.count; r++) clear_state(work.merged + r * width, dim);
 
@@ -988,9 +1043,8 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
       for (int r = 0; r < of.count; r++) clear_state(work.stretch + r * width, dim);
       memset(work.weights, 0, sizeof(Lanes) * of.count);
     }
-    if (of.count > TILE_ROWS) attend_many(of, tile, now, work);
-    else if (of.is_float) attend_few<float>(of, tile, now, ahead, work);
-    else attend_few<uint16_t>(of, tile, now, ahead, work);
+    if (of.count > TILE_ROWS) attend_many<Element>(of, tile, now, work);
+    else attend_few<Element>(of, tile, now, ahead, work);
     if ((tile + 1) % TILES && tile < last_tile) continue;
     for (int r = 0; r < of.count; r++) {
       float* state = work.stretch + r * width;
@@ -1087,7 +1141,8 @@ void run_attend(const void* args, const Step* step) {
         find_tile(attend, *step, blocks[then.block], then, (i + 1) % kv_heads,
                   then.first_key / KEY_TILE, after);
       }
-      attend_piece(attend, *step, out, block, piece, i % kv_heads, after);
+      const auto by_element = attend.arena.is_float ? attend_piece<float> : attend_piece<uint16_t>;
+      by_element(attend, *step, out, block, piece, i % kv_heads, after);
       if (__atomic_sub_fetch(&block.left, 1, __ATOMIC_ACQ_REL) == 0)
         finish_block(attend, out, block);
     }

@@ -15,9 +15,10 @@ Q4_1, Q5_1 = 3, 7  # ggml.h
 ROWS, HEADS, DIM, PAGE = 5, 2, 32, 16
 WIDTH = HEADS * DIM
 QKV = (HEADS + 2) * DIM  # one head of keys and one of values
-# They differ in the roundings of fused sums, which may move an integer by one in 32,512; what is
-# compiled wrongly, or runs on a CPU it was not made for, is far off.
-TOLERANCE = 2e-3
+# They differ in the roundings of fused sums, which may move an integer by one in 32,512, and of
+# bf16 queries and weights (0.004 here); what is compiled wrongly, or runs on a CPU it was not made
+# for, is far off.
+TOLERANCE = 2e-2
 
 
 @functools.cache
@@ -114,7 +115,7 @@ class _Quants:
     def __init__(self) -> None:
         self.planes = torch.empty(2, ROWS, WIDTH, dtype=torch.int8)
         self.scales = torch.empty(ROWS, WIDTH // 32)
-        self.sums = torch.empty(ROWS, WIDTH // 16, dtype=torch.int32)
+        self.sums = torch.empty(ROWS, WIDTH // 16)
         self.struct = library.Quants(
             *(array.data_ptr() for array in (*self.planes, self.scales, self.sums)), WIDTH
         )
