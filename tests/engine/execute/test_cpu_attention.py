@@ -158,13 +158,14 @@ def plain(shape: Shape, sequence: Tokens, start: int, rows: int) -> Tensor:
     return torch.einsum("hrk,khd->rhd", weights, values)
 
 
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [0, 40, 300])
 @pytest.mark.parametrize("sizes", SHAPES)
 def test_attend_equals_plain_softmax(
-    kernels: Library, sizes: tuple[int, int, int, int], window: int, dtype: torch.dtype, atol: float
+    kernels: Library, sizes: tuple[int, int, int, int], window: int, dtype: torch.dtype
 ) -> None:
-    """Decode rows and chunks in one step; both dtypes are read exactly, so one tolerance serves."""
+    """Decode rows and chunks in one step. Both dtypes are read exactly; bf16 instructions round
+    queries and weights, as plain bf16 attention does."""
     shape = Shape(*sizes, window=window, dtype=dtype)
     spans = [
         (random_sequence(shape, start + rows, seed=seed), start, rows)
@@ -172,7 +173,10 @@ def test_attend_equals_plain_softmax(
     ]
     found = attend(kernels, shape, spans)
     expected = torch.cat([plain(shape, *span) for span in spans])
-    assert_close(found.double(), expected, atol=atol, rtol=0)
+    is_rounded = kernels.isa == "avx512_bf16" and dtype == torch.bfloat16
+    assert_close(found.double(), expected, atol=2e-2 if is_rounded else 1e-5, rtol=0)
+    if is_rounded:
+        assert (found.double() - expected).std() < 2e-3
 
 
 @pytest.mark.parametrize("window", [0, 20, 300])

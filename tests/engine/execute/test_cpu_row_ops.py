@@ -139,7 +139,7 @@ Activation = Callable[[Tensor], Tensor]
 @pytest.mark.parametrize(
     ("is_gelu", "activation", "rtol"),
     [
-        (False, functional.silu, 5e-7),
+        (False, functional.silu, 3e-6),
         (True, lambda x: functional.gelu(x, approximate="tanh"), 5e-6),
     ],
 )
@@ -157,14 +157,14 @@ def test_gate(
     assert_close(out.double(), activation(first) * second, rtol=rtol, atol=1e-7)
 
 
-def test_the_exponential_is_within_two_units_of_the_last_place(kernels: Library) -> None:
+def test_the_exponential_is_as_exact_as_its_scaled_argument(kernels: Library) -> None:
     """Seen through x / (1 + e^-x) where e^-x is all that counts: at x far below 0."""
     x = torch.linspace(-86.9, -20, 100_001)
     halves, out = torch.stack([x, 1 / x]).view(1, -1), torch.empty(1, len(x))
     run(kernels, Gate(in_=halves.data_ptr(), out=out.data_ptr(), width=len(x)), rows=1)
-    # Three more roundings (sum, quotient, product) and that of 1 / x: half a unit each.
+    # log2 e and its product with x are rounded; so are e^-x, a sum, a quotient, 1 / x and a product.
     exact = 1 / (1 + (-x.double()).exp())
-    assert ((out.double() - exact) / exact).abs().max() < (2 + 4 / 2) * 2**-23
+    assert (((out.double() - exact) / exact).abs() < (4 + 0.7 * x.abs()) * 2**-23).all()
 
 
 def test_gates_of_what_is_not_finite(kernels: Library) -> None:

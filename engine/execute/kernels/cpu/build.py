@@ -31,6 +31,9 @@ UNITS = {
     "scalar": ("kernels.cpp", "-DKAGARI_ISA=0"),
     "avx2": ("kernels.cpp", "-DKAGARI_ISA=1", "-mavx2", "-mfma", "-mf16c"),
     "avx512": ("kernels.cpp", "-DKAGARI_ISA=2", "-march=x86-64-v4", "-mavx512vnni"),
+    "avx512_bf16": (
+        *("kernels.cpp", "-DKAGARI_ISA=3", "-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+    ),
 }
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,--as-needed")
 BUILD_S = 120.0  # for everything: waiting for another builder, compiling, linking

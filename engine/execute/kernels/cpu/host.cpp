@@ -23,6 +23,7 @@ const RunOp* kernels;  // of the instruction set that is open
 bool cpu_has(int index) {
 #define HAS(name) __builtin_cpu_supports(name)
   if (index < 2) return index == 0 || (index == 1 && HAS("avx2") && HAS("fma") && HAS("f16c"));
+  if (index == 3) return cpu_has(2) && HAS("avx512bf16");
   return index == 2 && cpu_has(1) && HAS("bmi2") && HAS("avx512f") && HAS("avx512bw") &&
          HAS("avx512cd") && HAS("avx512dq") && HAS("avx512vl") && HAS("avx512vnni");
 }
@@ -271,10 +272,10 @@ void kagari_parallel(int64_t count, int64_t grain, RunRange body, void* context)
 // → the instruction set (-1 asks for the best); -1: this CPU lacks it; -2: the threads cannot start
 EXPORT int32_t kagari_open(int32_t index, int32_t threads) {
   __builtin_cpu_init();
-  if (index < 0) for (index = 2; !cpu_has(index);) index--;
+  if (index < 0) for (index = 3; !cpu_has(index);) index--;
   if (!cpu_has(index)) return -1;
   stop_workers();
-  const RunOp* isas[] = {kagari_isa_0, kagari_isa_1, kagari_isa_2};
+  const RunOp* isas[] = {kagari_isa_0, kagari_isa_1, kagari_isa_2, kagari_isa_3};
   kernels = isas[index];
   if (threads >= 1 && threads <= MAX_WORKERS + 1 && start_workers(threads - 1)) return index;
   stop_workers();

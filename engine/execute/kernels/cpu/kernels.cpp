@@ -1,13 +1,15 @@
 // The engine's CPU kernels: quantised products, norms, gates, rotary embedding and paged attention.
 //
 // No torch, no Python: arrays in, arrays out. Compiled once per instruction set (KAGARI_ISA: 0 any
-// x86-64, 1 AVX2, 2 AVX-512); host.cpp picks one and has the threads. Sums run in one order
-// whatever the batch, the tile or the number of threads, so a row's bits are its own; products and
-// sums are fused only where `fma` and `fused` say so.
+// x86-64, 1 AVX2, 2 AVX-512, 3 with bf16); host.cpp picks one and has the threads. Sums run in one
+// order whatever the batch, the tile or the number of threads, so a row's bits are its own; products
+// and sums are fused only where `fma` says so.
 
 #include "abi.h"
 
 #include <immintrin.h>
+#include <type_traits>
+#include <utility>
 #pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own header (its bug 105593)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
@@ -18,7 +20,7 @@ namespace {
 typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
 
-#if KAGARI_ISA == 2
+#if KAGARI_ISA >= 2
 #define WIDE(name) _mm512_##name
 typedef __m512 Register;
 #elif KAGARI_ISA == 1
@@ -29,7 +31,6 @@ typedef __m256 Register;
 typedef __m128 Register;
 #endif
 constexpr int REGISTERS = sizeof(Floats) / sizeof(Register);
-union Registers { Floats whole; Register part[REGISTERS]; };
 
 constexpr int LANES = 16 / REGISTERS;  // of one register
 typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -37,17 +38,9 @@ typedef int32_t LaneInts __attribute__((vector_size(4 * LANES), aligned(4), may_
 
 inline Lanes& lanes(float* at) { return *reinterpret_cast<Lanes*>(at); }
 inline const Lanes& lanes(const float* at) { return *reinterpret_cast<const Lanes*>(at); }
-inline Lanes spread(float value) { return value - Lanes{}; }
-
-inline Lanes fused(Lanes a, Lanes b, Lanes c) {
-#if KAGARI_ISA > 0
-  return WIDE(fmadd_ps)(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
 
 inline Floats splat(float v) { return v - Floats{}; }
+inline Lanes spread(float v) { return v - Lanes{}; }
 
 inline Floats load(const float* at) { return *reinterpret_cast<const Floats*>(at); }
 
@@ -62,10 +55,14 @@ inline void store(float* at, Floats value, int lanes = 16) {
   else memcpy(at, &value, lanes * sizeof(float));
 }
 
-inline Floats fma(Floats a, Floats b, Floats c) {  // fused where the set can
+template <class Vector>
+union Registers { Vector whole; Register part[sizeof(Vector) / sizeof(Register)]; };
+
+template <class Vector, class B, class C>
+inline Vector fma(Vector a, B b, C c) {  // fused where the set can; b, c: vectors or numbers
 #if KAGARI_ISA > 0
-  Registers x{a}, y{b}, z{c};
-  for (int i = 0; i < REGISTERS; i++)
+  Registers<Vector> x{a}, y{b - Vector{}}, z{c - Vector{}};
+  for (unsigned i = 0; i < sizeof a / sizeof(Register); i++)
     z.part[i] = WIDE(fmadd_ps)(x.part[i], y.part[i], z.part[i]);
   return z.whole;
 #else
@@ -73,45 +70,48 @@ inline Floats fma(Floats a, Floats b, Floats c) {  // fused where the set can
 #endif
 }
 
-inline Floats larger(Floats a, Floats b) {  // b if one is not a number
-  Registers x{a}, y{b};
-  for (int i = 0; i < REGISTERS; i++) x.part[i] = WIDE(max_ps)(x.part[i], y.part[i]);
+template <class Vector>
+inline Vector larger(Vector a, Vector b) {  // b if one is not a number
+  Registers<Vector> x{a}, y{b};
+  for (unsigned i = 0; i < sizeof a / sizeof(Register); i++)
+    x.part[i] = WIDE(max_ps)(x.part[i], y.part[i]);
   return x.whole;
 }
 
-template <int d, class Vector>
-inline Vector exchange(Vector v) {  // lane i gets lane i ^ d
-  return __builtin_shufflevector(v, v, 0 ^ d, 1 ^ d, 2 ^ d, 3 ^ d, 4 ^ d, 5 ^ d, 6 ^ d, 7 ^ d,
-                                 8 ^ d, 9 ^ d, 10 ^ d, 11 ^ d, 12 ^ d, 13 ^ d, 14 ^ d, 15 ^ d);
+template <int d, class Vector, int... i>
+inline Vector exchange(Vector v, std::integer_sequence<int, i...>) {  // lane i gets lane i ^ d
+  return __builtin_shufflevector(v, v, (i ^ d)...);
 }
 
-template <class Vector, class Of>
+template <class Vector, class Of, int d = sizeof(Vector) / 8>
 inline auto fold(Vector v, const Of& of) {  // all lanes to one: halves, then theirs, and so on
-  v = of(v, exchange<8>(v));
-  v = of(v, exchange<4>(v));
-  v = of(v, exchange<2>(v));
-  return of(v, exchange<1>(v))[0];
+  v = of(v, exchange<d>(v, std::make_integer_sequence<int, sizeof(Vector) / 4>()));
+  if constexpr (d > 1) return fold<Vector, Of, d / 2>(v, of);
+  else return v[0];
 }
 
 template <class Vector>
 inline auto sum(Vector v) { return fold(v, [](Vector a, Vector b) { return a + b; }); }
 
-inline float highest(Floats v) {
-  return fold(v, [](Floats a, Floats b) { return larger(a, b); });
+template <class Vector>
+inline float highest(Vector v) {
+  return fold(v, [](Vector a, Vector b) { return larger(a, b); });
 }
 
-// e^x for x up to 88, 0 below -88; within 1 ulp. 2^n e^r with |r| ≤ ln 2 / 2, polynomial fitted.
-inline Floats exponential(Floats x) {
-  const float shift = 12582912.0f + 127.0f;  // 1.5 × 2^23: rounds to an integer; 127: 2^0's bits
-  const Floats cut = larger(x, splat(-88.0f));
-  const Floats shifted = fma(cut, splat(1.44269504f), splat(shift)), n = shifted - shift;
-  const Floats r = fma(n, splat(2.12194442e-4f), fma(n, splat(-0.693359375f), cut));
-  Floats p = fma(splat(1.37513888e-3f), r, splat(8.36892333e-3f));
-  p = fma(p, r, splat(4.16695327e-2f));
-  p = fma(p, r, splat(1.66665182e-1f));
-  p = fma(p, r, splat(4.99999881e-1f));
-  p = fma(p, r * r, r) + 1.0f;
-  return p * reinterpret_cast<Floats>(reinterpret_cast<Ints>(shifted) << 23);
+// 2^x for x up to 127, 0 below 2^-126.5; reduction to |r| ≤ 1/2 and polynomial of Cephes' exp2f.
+template <class Vector>
+inline Vector power_of_two(Vector x) {
+  const float magic = 12582912.0f + 127.0f;  // 1.5 × 2^23: rounds; 127: the exponent's bias
+  const Vector cut = larger(Vector{} - 126.9f, x), shifted = cut + magic;
+  const Vector r = cut - (shifted - magic);
+  Vector p = fma(r, 1.535336188e-4f, 1.339887440e-3f);
+  p = fma(p, r, 9.618437357e-3f);
+  p = fma(p, r, 5.550332471e-2f);
+  p = fma(p, r, 2.402264791e-1f);
+  p = fma(p, r, 6.931472028e-1f);
+  p = fma(p, r, 1.0f);
+  typedef decltype(x < x) Bits;
+  return p * (Vector)((Bits)shifted << 23);
 }
 
 // --- quantised products --------------------------------------------------------------------------
@@ -151,7 +151,7 @@ void quantize_row(const float* x, const Quants& to, int64_t row) {
 }
 
 // A tile is 16 outputs: in one register or several, as the instruction set has them.
-constexpr int PLANES = KAGARI_ISA == 2 ? 2 : 1;  // one after the other, or both at once
+constexpr int PLANES = KAGARI_ISA >= 2 ? 2 : 1;  // one after the other, or both at once
 
 inline LaneInts all_four(const int8_t* at) {
   int32_t bytes;
@@ -161,7 +161,7 @@ inline LaneInts all_four(const int8_t* at) {
 
 inline Lanes number(const uint8_t* at, int part, bool wide) {  // a part of 16 fp32 or fp16
   if (wide) return reinterpret_cast<const Lanes*>(at)[part];
-#if KAGARI_ISA == 2
+#if KAGARI_ISA >= 2
   return (Lanes)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)at));
 #elif KAGARI_ISA == 1
   return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at + part));
@@ -174,7 +174,7 @@ inline Lanes number(const uint8_t* at, int part, bool wide) {  // a part of 16 f
 
 // `four` are four activations of a row, for all lanes; `dot` adds their products with each lane's
 // four weights to it.
-#if KAGARI_ISA == 2
+#if KAGARI_ISA >= 2
 typedef LaneInts Four;
 inline Four four(const int8_t* plane, const int8_t*) { return all_four(plane); }
 inline LaneInts dot(LaneInts sum, LaneInts weights, Four by) {
@@ -199,8 +199,8 @@ inline LaneInts dot(LaneInts sum, LaneInts weights, const Four& by) {
 #endif
 
 constexpr int PANEL_ROWS = 6;  // so many are only multiplied by a panel, never as packed
-constexpr int MOST_ROWS = KAGARI_ISA == 2 ? PANEL_ROWS : 2;  // held by registers
-constexpr int FEW_ROWS = KAGARI_ISA == 2 ? 4 : 2;   // or by tiles as they are packed
+constexpr int MOST_ROWS = KAGARI_ISA >= 2 ? PANEL_ROWS : 2;  // held by registers
+constexpr int FEW_ROWS = KAGARI_ISA >= 2 ? 4 : 2;   // or by tiles as they are packed
 constexpr int GROUP_ROWS = 66, PANEL_BLOCKS = 24;    // rows, and blocks of inputs, of a panel
 constexpr int DIRECT_ROWS = 11;                      // more are worth a panel
 
@@ -302,12 +302,12 @@ void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64
       const int scale_at = 64 * Bits + part * size, minimum_at = scale_at + Parts * size;
       EACH_VECTOR({
         const Lanes scale = number(at[v / REGISTERS] + scale_at, v % REGISTERS, wide);
-        result[r][v] = fused(__builtin_convertvector(dots[r][v], Lanes),
-                                    scale * scales[r * (width / 32) + b], result[r][v]);
+        result[r][v] = fma(__builtin_convertvector(dots[r][v], Lanes),
+                           scale * scales[r * (width / 32) + b], result[r][v]);
       });
       if (runs.has_min) EACH_VECTOR({
         const Lanes minimum = number(at[v / REGISTERS] + minimum_at, v % REGISTERS, wide);
-        result[r][v] = fused(minimum, spread(inputs[r][b * Parts + part]), result[r][v]);
+        result[r][v] = fma(minimum, inputs[r][b * Parts + part], result[r][v]);
       });
     }
   }
@@ -487,8 +487,8 @@ void run_gate(const void* args, const Step* step) {
       each_vector(width, [&](int32_t at, int lanes) {
         Floats x = load(in + at, lanes), t = x;
         if (op.is_gelu)  // x / (1 + e^-2u) = x (1 + tanh u) / 2, u = √(2/π) (x + 0.044715 x³)
-          t = x * fma(x * x, splat(0.0713548139f), splat(1.59576917f));
-        const Floats divisor = exponential(-larger(t, splat(-88.0f))) + 1.0f;
+          t = x * fma(x * x, 0.0713548139f, 1.59576917f);
+        const Floats divisor = power_of_two(larger(t, splat(-88.0f)) * -1.44269504f) + 1.0f;
         store(out + at, x / divisor * load(in + width + at, lanes), lanes);
       });
       if (op.quants) quantize_row(out, *op.quants, row);
@@ -531,34 +531,10 @@ void run_best(const void* args, const Step* step) {
 // Gimelshein, 2018) over the tiles of an absolute stretch; stretches are then merged in ascending
 // order (Dao et al., 2023: "split KV"). So a row's bits do not depend on what it is computed with.
 
-constexpr int TILE_ROWS = 6, TILE_COLUMNS = KAGARI_ISA == 2 ? 4 : 2;    // registers that sum
+constexpr int TILE_ROWS = 6, TILE_COLUMNS = KAGARI_ISA >= 2 ? 4 : 2;    // registers that sum
 constexpr int MAX_DIM = 256, BLOCK_ROWS = 96, PIECES_PER_THREAD = 4;
 constexpr float FLOOR = -1e30f;     // below any score
 constexpr float HIDDEN = -2e30f;    // below FLOOR: its weight is 0 whatever the highest score
-
-inline float highest_lane(Lanes value) {
-  union { Lanes whole; __m128 part[LANES / 4]; } parts{value};
-  __m128 best = parts.part[0];
-  for (int i = 1; i < LANES / 4; i++) best = _mm_max_ps(best, parts.part[i]);
-  best = _mm_max_ps(best, _mm_movehl_ps(best, best));
-  best = _mm_max_ps(best, _mm_shuffle_ps(best, best, 1));
-  return _mm_cvtss_f32(best);
-}
-
-inline Lanes higher(Lanes a, Lanes b) { return WIDE(max_ps)(a, b); }  // b if one is not a number
-
-// 2^x for x ≤ 0, 0 below 2^-126.5; reduction to |r| ≤ 1/2 and polynomial of Cephes' exp2f.
-inline Lanes power_of_two(Lanes x) {
-  const float magic = 12582912.0f + 127.0f;  // 1.5 × 2^23: rounds; 127: the exponent's bias
-  const Lanes cut = higher(spread(-126.9f), x), shifted = cut + magic, r = cut - (shifted - magic);
-  Lanes p = fused(spread(1.535336188e-4f), r, spread(1.339887440e-3f));
-  p = fused(p, r, spread(9.618437357e-3f));
-  p = fused(p, r, spread(5.550332471e-2f));
-  p = fused(p, r, spread(2.402264791e-1f));
-  p = fused(p, r, spread(6.931472028e-1f));
-  p = fused(p, r, spread(1));
-  return p * reinterpret_cast<Lanes>(reinterpret_cast<LaneInts>(shifted) << 23);
-}
 
 struct Run {  // sixteen keys and values [dim] of a page, of which begin … end - 1 may be read
   const char* keys;
@@ -579,24 +555,62 @@ struct Ahead {  // keys and values that come next, fetched line by line between 
   }
 };
 
-inline Lanes widened(const float* at) { return lanes(at); }
+// What a lane multiplies at a time, a term, is a number as fp32; with bf16 instructions, and bf16
+// pages, it is a pair of bf16 numbers: both products are added to its fp32 sum. `Element` is a
+// page's, or Pair for terms that are pairs already.
 
-inline Lanes widened(const uint16_t* at) {  // bf16
-#if KAGARI_ISA == 2
-  __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at));
-#elif KAGARI_ISA == 1
-  __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at));
-#else
-  __m128i bits = _mm_unpacklo_epi16(_mm_loadl_epi64((const __m128i*)at), _mm_setzero_si128());
+struct Pair { uint16_t numbers[2]; };
+template <class Element>
+constexpr int TERM = KAGARI_ISA == 3 && !std::is_same_v<Element, float> ? 2 : 1;  // numbers of one
+template <class Element>
+using Term = std::conditional_t<TERM<Element> == 2, Pair, float>;
+
+template <class Element>
+inline Lanes add_products(Lanes a, Lanes b, Lanes sum) {
+#if KAGARI_ISA == 3
+  if constexpr (TERM<Element> == 2) return (Lanes)_mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
 #endif
-  return (Lanes)WIDE(slli_epi32)(bits, 16);
+  return fma(a, b, sum);
 }
 
-// c [rows][columns] = c × scales (0 if null) + a [rows][depth] · b [depth][columns], ascending.
+// Writes a vector of an array's numbers, from number `at` on, as its terms have them.
+template <class Element>
+inline void put(float* array, int at, Lanes numbers) {
+#if KAGARI_ISA == 3
+  if constexpr (TERM<Element> == 2) {
+    uint16_t* to = reinterpret_cast<uint16_t*>(array) + at;
+    _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(numbers));
+    return;
+  }
+#endif
+  lanes(array + at) = numbers;
+}
+
+inline LaneInts widened(const uint16_t* at) {
+#if KAGARI_ISA >= 2
+  return (LaneInts)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at));
+#elif KAGARI_ISA == 1
+  return (LaneInts)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at));
+#else
+  return (LaneInts)_mm_unpacklo_epi16(_mm_loadl_epi64((const __m128i*)at), _mm_setzero_si128());
+#endif
+}
+
+// Terms of LANES columns: of a row, or of it and the next.
+inline Lanes terms(const float* at, int64_t) { return lanes(at); }
+inline Lanes terms(const Pair* at, int64_t) { return *reinterpret_cast<const Lanes*>(at); }
+inline Lanes terms(const uint16_t* at, int64_t stride) {
+  if constexpr (TERM<uint16_t> == 1) return (Lanes)(widened(at) << 16);
+  else return (Lanes)(widened(at) | widened(at + stride) << 16);
+}
+
+// c [rows][columns] = c × scales (0 if null) + a [rows][depth] · b [depth][columns], ascending;
+// depth counts terms. Page elements that are to become pairs have two rows a term.
 template <int ROWS, int COLUMNS, class Element>
 inline void multiply_tile(const float* a, int64_t a_stride, const Element* b, int64_t b_stride,
                           float* c, int64_t c_stride, const float* scales, int depth,
                           Ahead ahead) {
+  constexpr int STEP = sizeof(Element) == 2 ? TERM<Element> : 1;
   Lanes sums[ROWS][COLUMNS] = {};
   if (scales)
 #pragma GCC unroll 8
@@ -604,16 +618,18 @@ inline void multiply_tile(const float* a, int64_t a_stride, const Element* b, in
 #pragma GCC unroll 8
       for (int j = 0; j < COLUMNS; j++)
         sums[r][j] = lanes(c + r * c_stride + j * LANES) * scales[r];
-  for (int d = 0; d < depth; d++, b += b_stride) {
-    if (sizeof(Element) == 2) ahead.fetch(d * COLUMNS * LANES);
+  for (int d = 0; d < depth; d++, b += STEP * b_stride) {
+    for (int i = 0; sizeof(Element) == 2 && i < STEP; i++)
+      ahead.fetch((d * STEP + i) * COLUMNS * LANES);
     Lanes column[COLUMNS];
 #pragma GCC unroll 8
-    for (int j = 0; j < COLUMNS; j++) column[j] = widened(b + j * LANES);
+    for (int j = 0; j < COLUMNS; j++) column[j] = terms(b + j * LANES, b_stride);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) {
       Lanes value = spread(a[r * a_stride + d]);
 #pragma GCC unroll 8
-      for (int j = 0; j < COLUMNS; j++) sums[r][j] = fused(value, column[j], sums[r][j]);
+      for (int j = 0; j < COLUMNS; j++)
+        sums[r][j] = add_products<Element>(value, column[j], sums[r][j]);
     }
   }
 #pragma GCC unroll 8
@@ -622,7 +638,7 @@ inline void multiply_tile(const float* a, int64_t a_stride, const Element* b, in
     for (int j = 0; j < COLUMNS; j++) lanes(c + r * c_stride + j * LANES) = sums[r][j];
 }
 
-// With bf16 also fetches depth × columns bytes of what is ahead.
+// With page elements of 2 bytes also fetches as many bytes of what is ahead as numbers of b.
 template <int ROWS, class Element>
 void multiply(int rows, const float* a, int64_t a_stride, const Element* b, int columns, float* c,
               int64_t c_stride, const float* scales, int depth, Ahead ahead) {
@@ -631,24 +647,25 @@ void multiply(int rows, const float* a, int64_t a_stride, const Element* b, int 
       multiply<ROWS - 1>(rows, a, a_stride, b, columns, c, c_stride, scales, depth, ahead);
     return;
   }
+  const int lines = depth * TERM<Element>;
   int at = 0;
   for (; at + TILE_COLUMNS * LANES <= columns; at += TILE_COLUMNS * LANES)
     multiply_tile<ROWS, TILE_COLUMNS>(a, a_stride, b + at, columns, c + at, c_stride, scales, depth,
-                                      ahead.from(depth * at));
+                                      ahead.from(lines * at));
   for (; at < columns; at += LANES)
     multiply_tile<ROWS, 1>(a, a_stride, b + at, columns, c + at, c_stride, scales, depth,
-                           ahead.from(depth * at));
+                           ahead.from(lines * at));
 }
 
 struct Workspace {  // a thread's own; a state: weighted values [dim], highest score, sum of weights
-  float queries[BLOCK_ROWS * MAX_DIM];        // [rows][dim]
-  float keys[MAX_DIM * KEY_TILE];             // [dim][64]
-  float values[KEY_TILE * MAX_DIM];           // [64][dim]
-  float scores[TILE_ROWS * KEY_TILE];         // then weights
+  float queries[BLOCK_ROWS * MAX_DIM];        // [rows][terms of dim]
+  float keys[MAX_DIM * KEY_TILE];             // [terms of dim][64]
+  float values[KEY_TILE * MAX_DIM];           // [terms of 64][dim]
+  float scores[TILE_ROWS * KEY_TILE];         // then weights, as terms
   float weights[BLOCK_ROWS * LANES];          // [rows][LANES]: sums of weights in a stretch
   float stretch[BLOCK_ROWS * (MAX_DIM + 16)]; // states
   float merged[BLOCK_ROWS * (MAX_DIM + 16)];  // states
-  float copy[16 * MAX_DIM];                   // of keys some of which must not be read
+  float copy[16 * MAX_DIM];                   // of a run some of which must not be read
 };
 static __thread Workspace workspace __attribute__((aligned(64)));
 
@@ -660,7 +677,7 @@ inline void turn_head(const float* in, const float* gain, float eps, const float
   if (gain) {
     Lanes squares = {};
     int i = 0;
-    for (; i + LANES <= dim; i += LANES) squares = fused(lanes(in + i), lanes(in + i), squares);
+    for (; i + LANES <= dim; i += LANES) squares = fma(lanes(in + i), lanes(in + i), squares);
     float sum = 0;
     for (int j = 0; j < LANES; j++) sum += squares[j];
     for (; i < dim; i++) sum += in[i] * in[i];
@@ -719,7 +736,7 @@ inline Turned turn_rows(const int32_t* rows, int dwords, int first) {
     auto quad = [=](int i) {
       return _mm_loadu_si128((const __m128i*)(rows + (row + 4 * i) * dwords + first));
     };
-#if KAGARI_ISA == 2
+#if KAGARI_ISA >= 2
     __m512i all = _mm512_inserti32x4(_mm512_castsi128_si512(quad(0)), quad(1), 1);
     return _mm512_inserti32x4(_mm512_inserti32x4(all, quad(2), 2), quad(3), 3);
 #elif KAGARI_ISA == 1
@@ -741,15 +758,15 @@ inline Lanes high_half(LaneInts pair) {
 }
 
 // Scores of LANES keys [dim] for a few queries [dim]: what `multiply` gives, but no copy of keys.
-template <int ROWS, bool IS_FLOAT>
+template <int ROWS, class Element>
 void score_keys(int rows, const float* queries, const int32_t* keys, int dwords, float* scores,
                 Ahead ahead) {
   if (rows < ROWS) {
     if constexpr (ROWS > 1)
-      score_keys<ROWS - 1, IS_FLOAT>(rows, queries, keys, dwords, scores, ahead);
+      score_keys<ROWS - 1, Element>(rows, queries, keys, dwords, scores, ahead);
     return;
   }
-  const int dim = IS_FLOAT ? dwords : 2 * dwords;
+  constexpr int SPLIT = sizeof(Element) == 2 ? 3 - TERM<Element> : 1;  // terms of a dword
   Lanes sums[ROWS] = {};
   for (int first = 0; first < dwords; first += 4) {
     for (int i = 0; i < 8 * LANES; i += 64) ahead.fetch(2 * first * LANES + i);
@@ -757,12 +774,12 @@ void score_keys(int rows, const float* queries, const int32_t* keys, int dwords,
     auto add = [&](int d, Lanes column) {
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++)
-        sums[r] = fused(spread(queries[r * dim + d]), column, sums[r]);
+        sums[r] = add_products<Element>(spread(queries[r * SPLIT * dwords + d]), column, sums[r]);
     };
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-      if (IS_FLOAT) {
-        add(first + i, reinterpret_cast<Lanes>(turned.dword[i]));
+      if (SPLIT == 1) {
+        add(first + i, (Lanes)turned.dword[i]);
       } else {
         add(2 * (first + i), low_half(turned.dword[i]));
         add(2 * (first + i) + 1, high_half(turned.dword[i]));
@@ -787,42 +804,50 @@ inline Run find_run(const Arena& arena, const int32_t* pages, int kv_head, int k
   return run;
 }
 
-// The run's keys, or a copy with zeros where it must not be read.
-inline const int32_t* whole_keys(const Run& run, int row, float* copy) {
-  if (run.begin == 0 && run.end == 16) return reinterpret_cast<const int32_t*>(run.keys);
-  memset(copy, 0, 16 * row);
-  memcpy(reinterpret_cast<char*>(copy) + run.begin * row, run.keys + run.begin * row,
-         (run.end - run.begin) * row);
-  return reinterpret_cast<const int32_t*>(copy);
+// A run's keys or values [16][dim], or a copy with zeros where they must not be read.
+template <class Element>
+inline const Element* whole(const Run& run, const char* from, int dim, float* copy) {
+  if (run.begin > 0 || run.end < 16) {
+    const int row = dim * sizeof(Element);
+    memset(copy, 0, 16 * row);
+    memcpy(reinterpret_cast<char*>(copy) + run.begin * row, from + run.begin * row,
+           (run.end - run.begin) * row);
+    from = reinterpret_cast<const char*>(copy);
+  }
+  return reinterpret_cast<const Element*>(from);
 }
 
-// A tile as fp32: keys [dim][64], values [64][dim]; zero where a run must not be read.
-void load_tile(const Run* runs, int dim, bool is_float, Workspace& work) {
-  const int row = dim * (is_float ? 4 : 2);
+// A tile's terms: of keys [terms of dim][64], of values [terms of 64][dim]; zero where a run must
+// not be read.
+template <class Element>
+void load_tile(const Run* runs, int dim, Workspace& work) {
+  constexpr int SPLIT = sizeof(Element) == 2 ? 3 - TERM<Element> : 1;  // terms of a dword
+  const int dwords = dim * sizeof(Element) / 4;
   for (int at = 0; at < KEY_TILE; at += 16) {
     const Run& run = runs[at / 16];
-    float* values = work.values + at * dim;
+    float* to = work.values + at / TERM<Element> * dim;
     if (run.begin >= run.end) {
-      for (int d = 0; d < dim; d++) memset(work.keys + d * KEY_TILE + at, 0, 64);
-      memset(values, 0, 64 * dim);
+      for (int d = 0; d < SPLIT * dwords; d++) memset(work.keys + d * KEY_TILE + at, 0, 64);
+      memset(to, 0, 64 / TERM<Element> * dim);
       continue;
     }
-    const int32_t* keys = whole_keys(run, row, work.copy);
+    const Element* keys = whole<Element>(run, run.keys, dim, work.copy);
     for (int i = 0; i < 16; i += LANES) {
-      for (int first = 0; first < row / 4; first += 4) {
-        const Turned turned = turn_rows(keys + i * row / 4, row / 4, first);
+      for (int first = 0; first < dwords; first += 4) {
+        const Turned turned =
+            turn_rows(reinterpret_cast<const int32_t*>(keys + i * dim), dwords, first);
         for (int j = 0; j < 4; j++) {
           const LaneInts dword = turned.dword[j];
-          float* to = work.keys + (first + j) * (is_float ? 1 : 2) * KEY_TILE + at + i;
-          lanes(to) = is_float ? reinterpret_cast<Lanes>(dword) : low_half(dword);
-          if (!is_float) lanes(to + KEY_TILE) = high_half(dword);
+          float* to = work.keys + (first + j) * SPLIT * KEY_TILE + at + i;
+          lanes(to) = SPLIT == 1 ? (Lanes)dword : low_half(dword);
+          if (SPLIT == 2) lanes(to + KEY_TILE) = high_half(dword);
         }
       }
     }
-    if (run.end - run.begin < 16) memset(values, 0, 64 * dim);
-    for (int i = run.begin * dim; i < run.end * dim; i += LANES)
-      lanes(values + i) = is_float ? widened(reinterpret_cast<const float*>(run.values) + i)
-                                   : widened(reinterpret_cast<const uint16_t*>(run.values) + i);
+    const Element* values = whole<Element>(run, run.values, dim, work.copy);
+    for (int row = 0; row < 16; row += TERM<Element>)
+      for (int d = 0; d < dim; d += LANES, to += LANES)
+        lanes(to) = terms(values + row * dim + d, dim);
   }
 }
 
@@ -836,7 +861,7 @@ inline void merge_state(float* into, const float* later, int dim) {
   const float keep = power_of_two(spread(into[dim] - high))[0];
   const float add = power_of_two(spread(later[dim] - high))[0];
   for (int d = 0; d < dim; d += LANES)
-    lanes(into + d) = fused(lanes(later + d), spread(add), lanes(into + d) * keep);
+    lanes(into + d) = fma(lanes(later + d), add, lanes(into + d) * keep);
   into[dim] = high;
   into[dim + 1] = later[dim + 1] * add + into[dim + 1] * keep;
 }
@@ -865,10 +890,10 @@ void write_state(const Attend& attend, float* out, const Block& block, int kv_he
 
 struct Rows {  // what a work item attends with: the block's rows of one kv head
   int dim, group, count, start, window;  // start: the first token's position
-  bool is_float;
 };
 
 // Scores of rows first … first + count - 1 → weights; shrinks: what their earlier sums become.
+template <class Element>
 void soften(const Rows& of, int tile, int first, int count, Workspace& work, float* shrinks) {
   float best[16] = {}, before[16] = {};
   for (int i = 0; i < count; i++) {
@@ -884,37 +909,46 @@ void soften(const Rows& of, int tile, int first, int count, Workspace& work, flo
     }
     float* const high = work.stretch + (first + i) * (of.dim + 16) + of.dim;
     Lanes top = spread(before[i] = *high);
-    for (int j = 0; j < KEY_TILE; j += LANES) top = higher(lanes(scores + j), top);
-    best[i] = *high = highest_lane(top);
+    for (int j = 0; j < KEY_TILE; j += LANES) top = larger(lanes(scores + j), top);
+    best[i] = *high = highest(top);
   }
   for (int i = 0; i < TILE_ROWS; i += LANES)
     lanes(before + i) = power_of_two(lanes(before + i) - lanes(best + i));
   for (int i = 0; i < count; i++) {
+    float* const scores = work.scores + i * KEY_TILE;
     Lanes sum = {};
-    for (int j = i * KEY_TILE; j < (i + 1) * KEY_TILE; j += LANES)
-      sum += lanes(work.scores + j) = power_of_two(lanes(work.scores + j) - best[i]);
+    for (int j = 0; j < KEY_TILE; j += LANES) {
+      const Lanes weight = power_of_two(lanes(scores + j) - best[i]);
+      put<Element>(scores, j, weight);
+      sum += weight;
+    }
     float* const weights = work.weights + (first + i) * LANES;
     lanes(weights) = lanes(weights) * before[i] + sum;
     shrinks[i] = before[i];
   }
 }
 
-// Many rows: the tile's keys and values are turned and widened once for all. Values behind the last
-// that a row sees have weight 0 and are left out, as are whole tiles that it does not see.
+// Many rows: the tile's keys and values become terms once for all. Values behind the last that a
+// row sees have weight 0 and are left out, as are whole tiles that it does not see.
+template <class Element>
 void attend_many(const Rows& of, int tile, const Run* runs, Workspace& work) {
   const int dim = of.dim, width = dim + 16, first_key = tile * KEY_TILE;
+  const int depth = dim / TERM<Element>;
+  const auto keys = reinterpret_cast<const Term<Element>*>(work.keys);
+  const auto values = reinterpret_cast<const Term<Element>*>(work.values);
   float shrinks[TILE_ROWS];
-  load_tile(runs, dim, of.is_float, work);
+  load_tile<Element>(runs, dim, work);
   for (int r = 0; r < of.count; r += TILE_ROWS) {
     const int count = of.count - r < TILE_ROWS ? of.count - r : TILE_ROWS;
     const int seen = of.start + (r + count - 1) / of.group - first_key + 1;
     const int first = first_seen(of.window, of.start + r / of.group);
     if (seen <= 0 || first >= first_key + KEY_TILE) continue;
-    multiply<TILE_ROWS>(count, work.queries + r * dim, dim, work.keys, KEY_TILE, work.scores,
-                        KEY_TILE, nullptr, dim, {});
-    soften(of, tile, r, count, work, shrinks);
-    multiply<TILE_ROWS>(count, work.scores, KEY_TILE, work.values, dim, work.stretch + r * width,
-                        width, shrinks, seen < KEY_TILE ? seen : KEY_TILE, {});
+    multiply<TILE_ROWS>(count, work.queries + r * depth, depth, keys, KEY_TILE, work.scores,
+                        KEY_TILE, nullptr, depth, {});
+    soften<Element>(of, tile, r, count, work, shrinks);
+    const int rest = TERM<Element> - 1;  // of a term that is seen in part
+    multiply<TILE_ROWS>(count, work.scores, KEY_TILE, values, dim, work.stretch + r * width, width,
+                        shrinks, ((seen < KEY_TILE ? seen : KEY_TILE) + rest) / TERM<Element>, {});
   }
 }
 
@@ -927,20 +961,20 @@ void attend_few(const Rows& of, int tile, const Run* runs, const Ahead* ahead, W
       for (int r = 0; r < of.count; r++) memset(work.scores + r * KEY_TILE + 16 * g, 0, 64);
       continue;
     }
-    const int32_t* keys = whole_keys(runs[g], row, work.copy);
+    const Element* keys = whole<Element>(runs[g], runs[g].keys, dim, work.copy);
     for (int i = 0; i < 16; i += LANES)
-      score_keys<TILE_ROWS, sizeof(Element) == 4>(
-          of.count, work.queries, keys + i * dwords, dwords, work.scores + 16 * g + i,
-          ahead[g].from(2 * i * dwords));
+      score_keys<TILE_ROWS, Element>(
+          of.count, work.queries, reinterpret_cast<const int32_t*>(keys + i * dim), dwords,
+          work.scores + 16 * g + i, ahead[g].from(2 * i * dwords));
   }
   float scales[2][TILE_ROWS] = {{}, {1, 1, 1, 1, 1, 1}};  // of the first run of values, of others
-  soften(of, tile, 0, of.count, work, scales[0]);
+  soften<Element>(of, tile, 0, of.count, work, scales[0]);
   for (int g = 0, later = 0; g < KEY_TILE / 16; g++) {
-    const int begin = runs[g].begin, count = runs[g].end - begin;
-    if (count <= 0) continue;
-    multiply<TILE_ROWS>(of.count, work.scores + 16 * g + begin, KEY_TILE,
-                        reinterpret_cast<const Element*>(runs[g].values) + begin * dim, dim,
-                        work.stretch, dim + 16, scales[later], count, ahead[g].from(8 * row));
+    if (runs[g].begin >= runs[g].end) continue;
+    const Element* values = whole<Element>(runs[g], runs[g].values, dim, work.copy);
+    multiply<TILE_ROWS>(of.count, work.scores + 16 * g / TERM<Element>, KEY_TILE, values, dim,
+                        work.stretch, dim + 16, scales[later], 16 / TERM<Element>,
+                        ahead[g].from(8 * row));
     later = 1;
   }
 }
@@ -954,19 +988,21 @@ void find_tile(const Attend& attend, const Step& step, const Block& block, const
                        tile * KEY_TILE + 16 * i, piece.first_key, piece.last_key);
 }
 
-// A work item. `after`: the first tile of this thread's next one, empty runs if it is not known.
+// A work item on pages of such elements. `after`: the first tile of this thread's next one, empty runs if it is not known.
+template <class Element>
 void attend_piece(const Attend& attend, const Step& step, float* out, const Block& block,
                   const Piece& piece, int kv_head, const Run* after) {
   Workspace& work = workspace;
-  const Arena& arena = attend.arena;
-  const int dim = arena.dim, width = dim + 16, group = attend.heads / arena.kv_heads;
+  const int dim = attend.arena.dim, width = dim + 16;
+  const int group = attend.heads / attend.arena.kv_heads;
   const Rows of = {dim, group, block.tokens * group, block.span->start + block.first_token,
-                   attend.window, arena.is_float != 0};
+                   attend.window};
   const int64_t token = block.span->first_row + block.first_token;
   for (int t = 0; t < block.tokens; t++) {
     const float* from = attend.queries + ((token + t) * attend.heads + kv_head * group) * dim;
-    float* const to = work.queries + t * group * dim;  // × log2 e: the softmax is of powers of two
-    for (int i = 0; i < group * dim; i += LANES) lanes(to + i) = lanes(from + i) * 1.44269504f;
+    float* const to = work.queries + t * group * dim / TERM<Element>;
+    for (int i = 0; i < group * dim; i += LANES)  // × log2 e: the softmax is of powers of two
+      put<Element>(to, i, lanes(from + i) * 1.44269504f);
   }
   for (int r = 0; r < of.count; r++) clear_state(work.merged + r * width, dim);
 
@@ -988,9 +1024,8 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
       for (int r = 0; r < of.count; r++) clear_state(work.stretch + r * width, dim);
       memset(work.weights, 0, sizeof(Lanes) * of.count);
     }
-    if (of.count > TILE_ROWS) attend_many(of, tile, now, work);
-    else if (of.is_float) attend_few<float>(of, tile, now, ahead, work);
-    else attend_few<uint16_t>(of, tile, now, ahead, work);
+    if (of.count > TILE_ROWS) attend_many<Element>(of, tile, now, work);
+    else attend_few<Element>(of, tile, now, ahead, work);
     if ((tile + 1) % TILES && tile < last_tile) continue;
     for (int r = 0; r < of.count; r++) {
       float* state = work.stretch + r * width;
@@ -1087,7 +1122,8 @@ void run_attend(const void* args, const Step* step) {
         find_tile(attend, *step, blocks[then.block], then, (i + 1) % kv_heads,
                   then.first_key / KEY_TILE, after);
       }
-      attend_piece(attend, *step, out, block, piece, i % kv_heads, after);
+      const auto by_element = attend.arena.is_float ? attend_piece<float> : attend_piece<uint16_t>;
+      by_element(attend, *step, out, block, piece, i % kv_heads, after);
       if (__atomic_sub_fetch(&block.left, 1, __ATOMIC_ACQ_REL) == 0)
         finish_block(attend, out, block);
     }

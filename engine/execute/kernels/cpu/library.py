@@ -14,7 +14,7 @@ from typing import Any
 from engine.config import ConfigError
 from engine.execute.kernels.cpu import build
 
-ISAS = ("scalar", "avx2", "avx512")
+ISAS = ("scalar", "avx2", "avx512", "avx512_bf16")
 ISA_VARIABLE = "KAGARI_CPU_ISA"
 
 

@@ -15,9 +15,10 @@ Q4_1, Q5_1 = 3, 7  # ggml.h
 ROWS, HEADS, DIM, PAGE = 5, 2, 32, 16
 WIDTH = HEADS * DIM
 QKV = (HEADS + 2) * DIM  # one head of keys and one of values
-# They differ in the roundings of fused sums, which may move an integer by one in 32,512; what is
-# compiled wrongly, or runs on a CPU it was not made for, is far off.
-TOLERANCE = 2e-3
+# They differ in the roundings of fused sums, which may move an integer by one in 32,512, and of
+# bf16 queries and weights (0.004 here); what is compiled wrongly, or runs on a CPU it was not made
+# for, is far off.
+TOLERANCE = 2e-2
 
 
 @functools.cache
