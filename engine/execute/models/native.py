@@ -110,18 +110,17 @@ class NativeDecoder:
         """tables: by the layers' window. make_attention: torch's, made only if it is
         needed. is_fast: activations have 8 bits, but for the head's. dtype: of torch's products."""
         config = self.config = checkpoint.config
+        self.vocab_size = config.vocab_size
         self.head_rows = max(1, min(HEAD_ROWS, MOST_LOGITS // config.vocab_size))
         self.max_rows = max_rows
         self.tables = tables
         self.context_tokens = context_tokens
         self.attention = None if takes_head_size(config.head_dim) else make_attention()
-        self._library, self._arena = library, arena
+        self._library = library
         self._page_size = arena.layout.page_size
         self.calls: dict[int | None, list[Call]] = {}
         packer = Packer(library)
-        program = _Program(
-            self, checkpoint, wiring, library, packer, arena, is_fast=is_fast, dtype=dtype
-        )
+        program = _Program(self, checkpoint, wiring, library, packer, is_fast=is_fast, dtype=dtype)
         program.embed()
         for layer in range(config.num_layers):
             program.layer(layer)
@@ -132,6 +131,8 @@ class NativeDecoder:
         self._logits = program.logits
         self._best_ids, self._best_values = program.best_ids, program.best_values
         self._kept = program.kept, packer  # what the ops point to
+        self._by_layer = program.by_layer
+        self.read_from(arena)
         self._ops = cpu.program([entry for entry in program.entries if not callable(entry)])
         self._body = _slices(program.entries[: program.head_at], 0)
         first = sum(not callable(entry) for entry in program.entries[: program.head_at])
@@ -143,6 +144,15 @@ class NativeDecoder:
         self.runs_ahead = not self.fallbacks and library.threads > 1
         self._looked_at: list[int] | None = None
         progress(1.0)
+
+    def read_from(self, arena: Arena) -> None:
+        """See models.model.Model."""
+        self.arena = arena
+        for layer, ops in enumerate(self._by_layer):
+            for op in ops:
+                op.arena = _addresses(arena, layer)
+        if self.attention is not None:
+            self.attention.null_page = arena.null_page
 
     def forward(self, rows: Sequence[Row]) -> list[int]:
         """See models.model.Model; the head sees the last tokens of the rows that sample."""
@@ -188,8 +198,8 @@ class NativeDecoder:
 
     def _begin(self, step: NativeStep, rows: Sequence[Row]) -> list[range | Fallback]:
         """What is to be run of this step, the last one from now on."""
-        vocab_size = self.config.vocab_size
-        assert max(step.ids) < vocab_size, f"token {max(step.ids)}, allowed below {vocab_size}"
+        most = max(step.ids)
+        assert most < self.vocab_size, f"token {most}, allowed below {self.vocab_size}"
         if self.attention is not None:
             self.calls = self.attention.plans(
                 [
@@ -225,6 +235,19 @@ class NativeDecoder:
                     part(self._step)
 
 
+def _addresses(arena: Arena, layer: int) -> cpu.Arena:
+    layout = arena.layout
+    return cpu.Arena(
+        data=arena.pages.data_ptr(),
+        page_stride=layout.page_bytes,
+        layer_offset=layout.layer_bytes * layer,
+        kv_heads=layout.num_kv_heads,
+        page_size=layout.page_size,
+        dim=layout.head_dim,
+        precision=cpu.PRECISIONS.index(layout.precision),
+    )
+
+
 def _slices(entries: Sequence[Args | Fallback], first: int) -> list[range | Fallback]:
     """Runs of ops by their indices in the program, whose `first` these start with."""
     found: list[range | Fallback] = []
@@ -251,18 +274,18 @@ class _Program:
         wiring: Wiring,
         library: Library,
         packer: Packer,
-        arena: Arena,
         *,
         is_fast: bool,
         dtype: torch.dtype,
     ) -> None:
         config = self._config = checkpoint.config
         self._model, self._checkpoint, self._wiring = model, checkpoint, wiring
-        self._arena, self._dtype, self._is_fast = arena, dtype, is_fast
+        self._dtype, self._is_fast = dtype, is_fast
         self._packer = packer
         self._tiles: dict[tuple[object, ...], RowTiles] = {}
         self.kept: list[object] = []  # what ops point to; not the checkpoint and its vocabulary
         self.entries: list[Args | Fallback] = []
+        self.by_layer: list[list[cpu.Rope | cpu.Attend]] = []  # what reads and writes pages
         self.head_at = 0
         self.precision = "int8" if is_fast else "int16"
         hidden, dim = config.hidden_size, config.head_dim
@@ -470,39 +493,27 @@ class _Program:
         return self._tiles[key]
 
     def _attention(self, index: int, at: str, out: Sequence[Part]) -> None:
-        config, layout = self._config, self._arena.layout
+        config = self._config
         window = config.windows[index]
-        layer_values = 2 * layout.num_kv_heads * layout.page_size * layout.head_dim
-        arena = cpu.Arena(
-            data=self._arena.pages.data_ptr(),
-            page_stride=layer_values * layout.num_layers,
-            layer_offset=layer_values * index,
-            kv_heads=layout.num_kv_heads,
-            page_size=layout.page_size,
-            dim=layout.head_dim,
-            is_float=layout.precision == "fp32",
-        )
         gain = head_gain(self._checkpoint, self._wiring, at)
         turns = self._model.tables[window]
-        self.entries.append(
-            cpu.Rope(
-                qkv=self._qkv.data_ptr(),
-                gain=None if gain is None else self._keep(gain).data_ptr(),
-                cos=turns.cos.data_ptr(),
-                sin=turns.sin.data_ptr(),
-                queries=self._queries.data_ptr(),
-                arena=arena,
-                heads=config.num_heads,
-                eps=config.norm_eps,
-                query_scale=config.query_scale,
-            )
+        rope = cpu.Rope(
+            qkv=self._qkv.data_ptr(),
+            gain=None if gain is None else self._keep(gain).data_ptr(),
+            cos=turns.cos.data_ptr(),
+            sin=turns.sin.data_ptr(),
+            queries=self._queries.data_ptr(),
+            heads=config.num_heads,
+            eps=config.norm_eps,
+            query_scale=config.query_scale,
         )
+        self.entries.append(rope)
+        self.by_layer.append([rope])
         if self._model.attention is not None:
             self.entries.append(self._torch_attention(index, window, self._model.attention, out))
             return
         attend = cpu.Attend(
             queries=self._queries.data_ptr(),
-            arena=arena,
             heads=config.num_heads,
             window=window or 0,
             scratch=self._scratch.data_ptr(),
@@ -511,22 +522,24 @@ class _Program:
             **self._attended.targets(out),
         )
         self.entries.append(attend)
+        self.by_layer[-1].append(attend)
 
     def _torch_attention(
         self, index: int, window: int | None, attention: Attention, out: Sequence[Part]
     ) -> Fallback:
         config, model, attended = self._config, self._model, self._attended
         queries = self._queries.view(-1, config.num_heads, config.head_dim)
-        pages, is_packed = self._arena.pages, any(part.packed is not None for part in out)
+        is_packed = any(part.packed is not None for part in out)
 
         def attend(step: NativeStep) -> None:
-            rows = step.num_rows
+            rows, layout = step.num_rows, model.arena.layout
             found = attention(
                 queries[:rows].to(attention.dtype),
-                pages,
+                model.arena.pages,
                 layer=index,
                 calls=model.calls[window],
                 out=torch.empty(rows, attended.floats.shape[1], dtype=attention.dtype),
+                codes=layout if layout.is_quantised else None,
             )
             attended.floats[:rows] = found
             if is_packed:

@@ -70,12 +70,12 @@ def random_sequence(shape: Shape, tokens: int, *, seed: int) -> Tokens:
 def addresses(arena: Tensor, shape: Shape) -> library.Arena:
     return library.Arena(
         data=arena.data_ptr(),
-        page_stride=arena[0].numel(),
-        layer_offset=LAYER * arena[0, 0].numel(),
+        page_stride=arena[0].nbytes,
+        layer_offset=LAYER * arena[0, 0].nbytes,
         kv_heads=shape.kv_heads,
         page_size=shape.page_size,
         dim=shape.dim,
-        is_float=arena.dtype == torch.float32,
+        precision=library.PRECISIONS.index("fp32" if arena.dtype == torch.float32 else "bf16"),
     )
 
 

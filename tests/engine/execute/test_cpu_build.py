@@ -263,7 +263,9 @@ def test_kernels_may_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unknown_instruction_set_is_told_in_four_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KAGARI_CPU_ISA", "sse9")
-    with pytest.raises(ConfigError, match="found sse9, allowed scalar, avx2, avx512, avx512_bf16, off") as told:
+    with pytest.raises(
+        ConfigError, match="found sse9, allowed scalar, avx2, avx512, avx512_bf16, off"
+    ) as told:
         library.load()
     assert told.value.field == "KAGARI_CPU_ISA"
     assert command.main() == 2
