@@ -38,11 +38,11 @@ class Arena:
             )
             self.tags = torch.zeros(num_pages, dtype=torch.int64, device=device)
             # What a head holds of its tokens, each a view [page][layer][K,V][kv head][token][…].
-            self._by_token = [self.pages]
+            self.by_token = [self.pages]
             if layout.is_quantised:
                 at = layout.codes_bytes
                 codes, scales = self.pages[..., :at], self.pages[..., at:]
-                self._by_token = [
+                self.by_token = [
                     codes.view(*shape[:-1], *values),
                     scales.view(*shape[:-1], layout.page_size, SCALE_BYTES),
                 ]
@@ -63,7 +63,7 @@ class Arena:
     def zero_tails(self, tails: Sequence[tuple[int, int]]) -> None:
         """(page_id, first unwritten offset): what an earlier owner left there is wiped."""
         for page_id, offset in tails:
-            for part in self._by_token:
+            for part in self.by_token:
                 part[page_id, :, :, :, offset:].zero_()
 
     def foreign(self, page_ids: Iterable[int], generations: Sequence[int]) -> bool:

@@ -44,8 +44,9 @@ def quantise(values: Floats, precision: str) -> tuple[Bytes, NDArray[numpy.uint1
     limit = numpy.float32(LARGEST[precision])
     scales = (numpy.where(is_sane, largest, 0) / limit).astype(numpy.float32)
     bits = ((scales.view(numpy.uint32) + 0xFFFF) >> 16).astype(numpy.uint16)
-    divisors = numpy.where(bits > 0, _from_bf16(bits), numpy.float32(1))[..., None]
-    scaled = (numpy.where(is_sane[..., None], values, 0) / divisors).astype(numpy.float32)
+    has_codes = is_sane & (bits > 0)
+    divisors = numpy.where(has_codes, _from_bf16(bits), numpy.float32(1))[..., None]
+    scaled = (numpy.where(has_codes[..., None], values, 0) / divisors).astype(numpy.float32)
     if precision == "int8":
         codes = numpy.rint(scaled).astype(numpy.int8).view(numpy.uint8)
     else:

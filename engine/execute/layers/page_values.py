@@ -19,8 +19,9 @@ def quantise(values: Tensor, precision: str) -> tuple[Tensor, Tensor]:
     quotients = torch.where(is_sane, largest, 0) / LARGEST[precision]
     bits = (quotients.view(torch.int32) + 0xFFFF) >> 16 << 16  # up
     scales = bits.view(torch.float32)
-    divisors = torch.where(scales > 0, scales, 1)[..., None]
-    scaled = torch.where(is_sane[..., None], values, 0) / divisors
+    has_codes = is_sane & (scales > 0)
+    divisors = torch.where(has_codes, scales, 1)[..., None]
+    scaled = torch.where(has_codes[..., None], values, 0) / divisors
     if precision == "int8":
         codes = scaled.round().to(torch.int8)
     else:

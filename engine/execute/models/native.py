@@ -150,7 +150,7 @@ class NativeDecoder:
         self.arena = arena
         for layer, ops in enumerate(self._by_layer):
             for op in ops:
-                op.arena = _addresses(arena, layer)
+                op.arena = addresses(arena, layer)
         if self.attention is not None:
             self.attention.null_page = arena.null_page
 
@@ -235,7 +235,7 @@ class NativeDecoder:
                     part(self._step)
 
 
-def _addresses(arena: Arena, layer: int) -> cpu.Arena:
+def addresses(arena: Arena, layer: int) -> cpu.Arena:
     layout = arena.layout
     return cpu.Arena(
         data=arena.pages.data_ptr(),

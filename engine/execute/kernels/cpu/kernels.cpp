@@ -775,7 +775,7 @@ inline void write_codes(const Arena& arena, uint8_t* to, uint16_t* scale_to, con
   const bool is_sane = largest < 0x7f800000;
   const uint32_t bits = (bits_of(scale / (arena.precision == FP8 ? 448 : 127)) + 0xffff) >> 16;
   *scale_to = is_sane ? bits : 0x7fc0;
-  if (!is_sane || !largest) {
+  if (!is_sane || !bits) {
     memset(to, 0, arena.dim);
     return;
   }
