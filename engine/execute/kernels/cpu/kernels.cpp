@@ -926,8 +926,10 @@ void load_tile(const Run* runs, int dim, Workspace& work) {
       for (int first = 0; first < dwords; first += 4) {
         const Turned turned =
             turn_rows(reinterpret_cast<const int32_t*>(keys + i * dim), dwords, first);
+#pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
           float* to = work.keys + (first + j) * SPLIT<Element> * KEY_TILE + at + i;
+#pragma GCC unroll 4
           for (int which = 0; which < SPLIT<Element>; which++, to += KEY_TILE)
             lanes(to) = term_of(turned.dword[j], which, Element{});
         }
