@@ -50,7 +50,7 @@ class Activations:
         if width % 32 == 0:
             planes = zeros(2 if has_low else 1, rows, width, dtype=torch.int8)
             scales = zeros(rows, width // 32, dtype=torch.float32)
-            sums = zeros(rows, width // 16, dtype=torch.int32)
+            sums = zeros(rows, width // 16, dtype=torch.float32)
             self._planes, self._scales, self._sums = planes, scales, sums
             self.quants = Quants(
                 high=planes[0].data_ptr(),
@@ -84,7 +84,8 @@ class Activations:
         self._planes[0, :rows] = high
         if limit != 127:
             self._planes[1, :rows] = values - (high << 8)
-        self._sums[:rows] = values.view(rows, -1, 16).sum(-1)
+        sums = values.view(rows, -1, 2, 16).sum(-1) * self._scales[:rows, :, None]
+        self._sums[:rows] = sums.view(rows, -1)
 
 
 class NativeDecoder:

@@ -33,7 +33,7 @@ class Quants:
             torch.empty(rows, width, dtype=torch.int8),
             torch.empty(rows, width, dtype=torch.int8),
             torch.empty(rows, width // 32),
-            torch.empty(rows, width // 16, dtype=torch.int32),
+            torch.empty(rows, width // 16),
         )
 
     def struct(self) -> library.Quants:
@@ -130,7 +130,8 @@ def test_quantised_rows_mean_the_floats(
         step = quants.scales.double().repeat_interleave(32, dim=1)
         assert ((quants.values() - padded).abs() <= 0.505 * step).all()  # its product is rounded
         whole = quants.high.int() * 256 + quants.low
-        assert torch.equal(quants.sums, whole.view(rows, -1, 16).sum(2, dtype=torch.int32))
+        sums = whole.view(rows, -1, 2, 16).sum(3) * quants.scales[:, :, None]
+        assert torch.equal(quants.sums, sums.flatten(1))
 
 
 Activation = Callable[[Tensor], Tensor]

@@ -24,7 +24,7 @@ struct Quants {  // rows of activations as integers: value = (high × 256 + low)
   int8_t* high;    // [rows][width]
   int8_t* low;     // [rows][width]; null: value = high × scale (INT8 activations)
   float* scales;   // [rows][width / 32]
-  int32_t* sums;   // [rows][width / 16]: Σ (high × 256 + low), or Σ high
+  float* sums;     // [rows][width / 16] of values
   int32_t width;   // a multiple of 32
 };
 
@@ -136,6 +136,7 @@ extern "C" const Kernels kagari_isa_0, kagari_isa_1, kagari_isa_2, kagari_isa_3;
 // Calls body(context, begin, end) over [0, count) in runs of `grain`, on all threads of the pool.
 using RunRange = void (*)(void* context, int64_t begin, int64_t end);
 extern "C" void kagari_parallel(int64_t count, int64_t grain, RunRange body, void* context);
+extern "C" int32_t kagari_threads();  // with the caller's
 
 template <class Body>
 static inline void parallel(int64_t count, int64_t grain, const Body& body) {

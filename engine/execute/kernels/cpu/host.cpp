@@ -267,6 +267,8 @@ void kagari_parallel(int64_t count, int64_t grain, RunRange body, void* context)
   in_use = 0;
 }
 
+int32_t kagari_threads() { return num_workers + 1; }
+
 // --- what Python calls ---------------------------------------------------------------------------
 
 // → the instruction set (-1 asks for the best); -1: this CPU lacks it; -2: the threads cannot start

@@ -119,14 +119,22 @@ inline Vector power_of_two(Vector x) {
 typedef int8_t Sixteen __attribute__((vector_size(16), aligned(1), may_alias));
 
 inline Ints larger(Ints a, Ints b) {  // neither is below 0
+#if KAGARI_ISA > 0
+  typedef decltype(WIDE(set1_epi32)(0)) Part;
+  union { Ints whole; Part part[REGISTERS]; } x{a}, y{b};
+  for (int i = 0; i < REGISTERS; i++) x.part[i] = WIDE(max_epi32)(x.part[i], y.part[i]);
+  return x.whole;
+#else
   return a - ((a - b) & ((a - b) >> 31));
+#endif
 }
 
 // Blocks of 32 share a scale: largest / 32512 of 16-bit integers split in two signed bytes, or
 // largest / 127 where there is no low plane. A block with a NaN or infinity gets the scale NaN.
-void quantize_row(const float* x, const Quants& to, int64_t row) {
+void quantize_row(const float* x, const Quants& quants, int64_t row) {
+  const Quants to = quants;
   const float limit = to.low ? 32512 : 127;
-  for (int64_t at = 0, block = row * to.width / 32; at < to.width; at += 32, block++) {
+  for (int64_t at = 0, first = row * to.width; at < to.width; at += 32, first += 32) {
     const Floats halves[2] = {load(x + at), load(x + at + 16)};
     const int32_t bits = fold(larger(reinterpret_cast<Ints>(halves[0]) & 0x7fffffff,
                                     reinterpret_cast<Ints>(halves[1]) & 0x7fffffff),
@@ -134,19 +142,30 @@ void quantize_row(const float* x, const Quants& to, int64_t row) {
     float largest;  // by its bits: a NaN is larger than infinity
     memcpy(&largest, &bits, sizeof largest);
     const bool is_sane = bits < 0x7f800000, is_zero = largest < 1e-30f;  // limit / largest: inf
-    to.scales[block] = !is_sane ? NAN : is_zero ? 0 : largest / limit;
+    const float scale = !is_sane ? NAN : is_zero ? 0 : largest / limit;
+    Ints values[2];
     for (int half = 0; half < 2; half++) {
-      const int64_t first = block * 32 + half * 16;
       const Floats scaled = is_sane && !is_zero ? halves[half] * (limit / largest) : splat(0);
       // Adding 1.5 × 2²³ rounds to the nearest integer, ties to even, in the lowest bits.
       const Ints value = reinterpret_cast<Ints>(scaled + 12582912.f) - 0x4b400000;
       const Ints high = to.low ? (value + 128) >> 8 : value;
-      *reinterpret_cast<Sixteen*>(to.high + first) = __builtin_convertvector(high, Sixteen);
+      *reinterpret_cast<Sixteen*>(to.high + first + half * 16) =
+          __builtin_convertvector(high, Sixteen);
       if (to.low)
-        *reinterpret_cast<Sixteen*>(to.low + first) =
+        *reinterpret_cast<Sixteen*>(to.low + first + half * 16) =
             __builtin_convertvector(value - (high << 8), Sixteen);
-      to.sums[block * 2 + half] = sum(value);
+      values[half] = value;
     }
+    Ints sums = __builtin_shufflevector(values[0], values[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19,
+                                        20, 21, 22, 23) +
+                __builtin_shufflevector(values[0], values[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25,
+                                        26, 27, 28, 29, 30, 31);
+    const std::make_integer_sequence<int, 16> all;
+    sums += exchange<4>(sums, all);
+    sums += exchange<2>(sums, all);
+    to.scales[first / 32] = scale;
+    to.sums[first / 16] = (sums[0] + sums[1]) * scale;
+    to.sums[first / 16 + 1] = (sums[8] + sums[9]) * scale;
   }
 }
 
@@ -206,20 +225,22 @@ constexpr int DIRECT_ROWS = 11;                      // more are worth a panel
 
 struct alignas(64) Panel {  // stays in the first level cache
   uint8_t runs[2][PANEL_BLOCKS][768];  // of two tiles, as 8 bits and fp32
-  float sums[GROUP_ROWS][2][16];       // of the rows' products so far
+  float spare[GROUP_ROWS][2][16];      // for products not all of which are wanted
 };
 
 struct Runs {  // of two tiles, from their block `first` on
   const uint8_t* at[2];
   int64_t step;            // bytes from a block to the next
   const uint8_t* next[2];  // may be fetched meanwhile
+  const float* bias;       // [2][16]: where sums begin
   int32_t first, blocks, bits, wide, has_min;
   bool is_halved, is_signed;  // 16 inputs share a scale; 8-bit quants are stored + 128
 };
 
-// Rewrites runs as 8 bits and fp32, so that many rows unpack them once.
+// Rewrites runs as 8 bits and fp32, so that many rows unpack them once; 8-bit quants, which are
+// stored + 128, get minima that make up for it.
 void widen(const Packed& from, const uint8_t* run, int blocks, uint8_t (*to)[768]) {
-  const int count = 32 / from.block * (from.has_min ? 2 : 1), size = from.wide ? 64 : 32;
+  const int scales = 32 / from.block * REGISTERS, size = from.wide ? 64 : 32;
   for (int b = 0; b < blocks; b++, run += run_bytes(from)) {
     if (from.bits == 8) memcpy(to[b], run, 512);
     for (int i = 0; from.bits == 4 && i < 256; i += sizeof(LaneInts)) {
@@ -227,10 +248,15 @@ void widen(const Packed& from, const uint8_t* run, int blocks, uint8_t (*to)[768
       *reinterpret_cast<LaneInts*>(to[b] + i) = both & 0x0f0f0f0f;
       *reinterpret_cast<LaneInts*>(to[b] + i + 256) = (both >> 4) & 0x0f0f0f0f;
     }
-    const uint8_t* numbers = run + 64 * from.bits;
-    for (int i = 0; i < count * REGISTERS; i++)
-      reinterpret_cast<Lanes*>(to[b] + 512)[i] =
-          number(numbers + i / REGISTERS * size, i % REGISTERS, from.wide);
+    const auto number_at = [&](int i) {
+      return number(run + 64 * from.bits + i / REGISTERS * size, i % REGISTERS, from.wide);
+    };
+    Lanes* numbers = reinterpret_cast<Lanes*>(to[b] + 512);
+    for (int i = 0; i < scales; i++) {
+      const Lanes scale = numbers[i] = number_at(i);
+      const Lanes minimum = from.has_min ? number_at(scales + i) : Lanes{};
+      numbers[scales + i] = from.bits == 8 ? fma(scale, -128.0f, minimum) : minimum;
+    }
   }
 }
 
@@ -238,13 +264,17 @@ void widen(const Packed& from, const uint8_t* run, int blocks, uint8_t (*to)[768
   _Pragma("GCC unroll 8") for (int r = 0; r < Rows; r++) \
   _Pragma("GCC unroll 8") for (int v = 0; v < Vectors; v++) __VA_ARGS__
 
-// Adds to sums[r][tile] the products of row + r with the runs of that tile, or of both tiles.
-// Meanwhile `fetch` bytes of the next runs come for each block. A block's integers are summed
-// exactly; what is known at compile time (Parts: a block's scales) keeps all in registers.
+struct Sums {  // [rows][32] floats of two tiles
+  float* data;
+  int64_t stride;
+};
+
+// Adds to sums[r] the products of row + r with the runs of that tile, or of both tiles. Meanwhile
+// `fetch` bytes of the next runs come for each block. A block's integers are summed exactly; what
+// is known at compile time (Parts: a block's scales) keeps all in registers.
 template <int Rows, int Bits, int Parts>
 __attribute__((noinline))  // alone it gets the registers it needs
-void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64_t row,
-              float (*sums)[2][16]) {
+void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64_t row, Sums to) {
   constexpr int Tiles = Rows == 1 ? 1 : 2, Vectors = Tiles * REGISTERS, Quads = 8 / Parts;
   constexpr bool Apart = PLANES == 2 && Rows < PANEL_ROWS;  // few rows: each plane has a chain
   const Runs runs = from;
@@ -253,19 +283,11 @@ void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64
   const int64_t width = in.width, first = row * width + runs.first * 32;
   const int64_t step = Rows == PANEL_ROWS ? sizeof(Panel::runs[0][0]) : runs.step;
   const int8_t *high = in.high + first, *low = in.low ? in.low + first : nullptr;
-  const float* scales = in.scales + first / 32;
-  const int32_t* totals = in.sums + first / 16;
+  const float *scales = in.scales + first / 32, *inputs = in.sums + first / 16;
   const uint8_t* at[2] = {runs.at[tile], runs.at[1]};
-  float inputs[Rows][PANEL_BLOCKS * Parts];  // their sums: what a row has of each minimum
-  for (int r = 0; runs.has_min && r < Rows; r++) {
-    const int32_t* total = totals + r * (width / 16);
-    const float* scale = scales + r * (width / 32);
-    for (int b = 0; b < runs.blocks; b++)
-      if (Parts == 1) inputs[r][b] = (total[2 * b] + total[2 * b + 1]) * scale[b];
-      else for (int i = 2 * b; i < 2 * b + 2; i++) inputs[r][i] = total[i] * scale[b];
-  }
   Lanes result[Rows][Vectors];
-  EACH_VECTOR(result[r][v] = reinterpret_cast<const Lanes*>(sums[r][tile])[v]);
+  EACH_VECTOR(result[r][v] = lanes((runs.first ? to.data + r * to.stride : runs.bias) +
+                                   tile * 16 + v * LANES));
   for (int64_t b = 0; b < runs.blocks; b++, at[0] += step, at[1] += step) {
     for (int64_t i = 0; i < fetch; i += 64)
       for (int t = 0; t < Tiles; t++)
@@ -295,48 +317,35 @@ void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64
         }
       }
       if (Apart && low) EACH_VECTOR(dots[r][v] = (dots[r][v] << 8) + lows[r][v]);
-      if (Bits == 8 && runs.is_signed) EACH_VECTOR({
-        const int32_t* total = totals + r * (width / 16) + 2 * b;
-        dots[r][v] -= (Parts == 2 ? total[part] : total[0] + total[1]) * 128;
-      });
       const int scale_at = 64 * Bits + part * size, minimum_at = scale_at + Parts * size;
       EACH_VECTOR({
         const Lanes scale = number(at[v / REGISTERS] + scale_at, v % REGISTERS, wide);
         result[r][v] = fma(__builtin_convertvector(dots[r][v], Lanes),
                            scale * scales[r * (width / 32) + b], result[r][v]);
       });
-      if (runs.has_min) EACH_VECTOR({
-        const Lanes minimum = number(at[v / REGISTERS] + minimum_at, v % REGISTERS, wide);
-        result[r][v] = fma(minimum, inputs[r][b * Parts + part], result[r][v]);
+      if (Rows == PANEL_ROWS || runs.has_min || runs.is_signed) EACH_VECTOR({
+        const uint8_t* numbers = at[v / REGISTERS];
+        Lanes minimum = {};
+        if (Rows == PANEL_ROWS || runs.has_min)
+          minimum = number(numbers + minimum_at, v % REGISTERS, wide);
+        if (Bits == 8 && Rows < PANEL_ROWS && runs.is_signed)
+          minimum = fma(number(numbers + scale_at, v % REGISTERS, wide), -128.0f, minimum);
+        const float* input = inputs + r * (width / 16) + 2 * b;
+        result[r][v] = fma(minimum, Parts == 2 ? input[part] : input[0] + input[1], result[r][v]);
       });
     }
   }
-  EACH_VECTOR(reinterpret_cast<Lanes*>(sums[r][tile])[v] = result[r][v]);
+  EACH_VECTOR(lanes(to.data + r * to.stride + tile * 16 + v * LANES) = result[r][v]);
 }
 
 template <int Rows>
-void multiply_rows(const Runs& runs, int64_t fetch, const Quants& in, int64_t row,
-                   float (*sums)[2][16]) {
+void multiply_rows(const Runs& runs, int64_t fetch, const Quants& in, int64_t row, Sums to) {
   constexpr int Bits = Rows == PANEL_ROWS ? 8 : 4;
   const auto by_runs = runs.is_halved
       ? (runs.bits == 4 ? multiply<Rows, Bits, 2> : multiply<Rows, 8, 2>)
       : (runs.bits == 4 ? multiply<Rows, Bits, 1> : multiply<Rows, 8, 1>);
   for (int tile = 0; tile < 2; tile += Rows == 1 ? 1 : 2)  // one row: one stream after the other
-    by_runs(runs, fetch, tile, in, row, sums);
-}
-
-// Writes rows [row, row + count) of the tiles `tile` and the next.
-inline void finish(const Gemm& gemm, int64_t tile, int64_t row, int count, float (*sums)[2][16]) {
-  for (int t = 0; t < 2 && (tile + t) * 16 < gemm.columns; t++) {
-    const int64_t column = (tile + t) * 16;
-    const int lanes = gemm.columns - column < 16 ? gemm.columns - column : 16;
-    const Floats bias = gemm.bias ? load(gemm.bias + column, lanes) : splat(0);
-    float* out = gemm.out + row * gemm.stride + column;
-    for (int r = 0; r < count; r++, out += gemm.stride) {
-      const Floats value = load(sums[r][t]), sum = gemm.bias ? value + bias : value;
-      if (lanes == 16) store(out, sum); else store(out, sum, lanes);
-    }
-  }
+    by_runs(runs, fetch, tile, in, row, to);
 }
 
 // Rows [row, row + count) by the tiles `tile` and the next; an odd last one is taken twice.
@@ -344,15 +353,20 @@ void multiply_pair(const Gemm& gemm, int64_t tile, int64_t row, int count) {
   const Packed& weight = *gemm.weight;
   const int64_t blocks = weight.k / 32, bytes = run_bytes(weight);
   const bool widens = count > DIRECT_ROWS;
+  const int64_t column = tile * 16, left = gemm.columns - column, columns = left < 32 ? left : 32;
+  float bias[32] = {};
+  if (gemm.bias) memcpy(bias, gemm.bias + column, columns * sizeof(float));
   Panel panel;
-  memset(panel.sums, 0, count * sizeof panel.sums[0]);
+  float* const out = gemm.out + row * gemm.stride + column;
+  const Sums sums = columns == 32 ? Sums{out, gemm.stride} : Sums{panel.spare[0][0], 32};
   Runs runs{};
+  runs.bias = bias;
   runs.step = widens ? sizeof panel.runs[0][0] : bytes;
   runs.bits = widens ? 8 : weight.bits;
   runs.wide = widens || weight.wide;
-  runs.has_min = weight.has_min;
+  runs.has_min = widens || weight.has_min;
   runs.is_halved = weight.block == 16;
-  runs.is_signed = weight.bits == 8;
+  runs.is_signed = !widens && weight.bits == 8;
   for (int64_t block = 0; block < blocks; block += PANEL_BLOCKS) {
     runs.first = block;
     runs.blocks = blocks - block < PANEL_BLOCKS ? blocks - block : PANEL_BLOCKS;
@@ -364,20 +378,20 @@ void multiply_pair(const Gemm& gemm, int64_t tile, int64_t row, int count) {
       widen(weight, runs.at[t], runs.blocks, panel.runs[t]);
       runs.at[t] = panel.runs[t][0];
     }
-    const bool is_last = block + runs.blocks == blocks;
     for (int r = 0, rows; r < count; r += rows) {
       const int left = count - r, most = widens ? MOST_ROWS : FEW_ROWS;
       rows = left >= most ? most : left >= FEW_ROWS ? FEW_ROWS : left >= 2 ? 2 : 1;
-      for (int i = 0; is_last && i < 2 * rows; i++)
-        __builtin_prefetch(gemm.out + (row + r + i / 2) * gemm.stride + (tile + i % 2) * 16, 1);
+      const Sums to{sums.data + r * sums.stride, sums.stride};
+      for (int i = 0; i < 2 * rows; i++)
+        __builtin_prefetch(to.data + i / 2 * to.stride + i % 2 * 16, 1);
       const auto by_rows = rows == MOST_ROWS  ? multiply_rows<MOST_ROWS>
                            : rows == FEW_ROWS ? multiply_rows<FEW_ROWS>
                            : rows == 2        ? multiply_rows<2> : multiply_rows<1>;
-      by_rows(runs, r ? 0 : bytes, *gemm.in, row + r, panel.sums + r);
-      // At once: nobody waits for these stores while the next rows are multiplied.
-      if (is_last) finish(gemm, tile, row + r, rows, panel.sums + r);
+      by_rows(runs, r ? 0 : bytes, *gemm.in, row + r, to);
     }
   }
+  for (int r = 0; columns < 32 && r < count; r++)
+    memcpy(out + r * gemm.stride, panel.spare[r], columns * sizeof(float));
 }
 
 void run_gemm(const void* args, const Step* step) {
@@ -385,7 +399,9 @@ void run_gemm(const void* args, const Step* step) {
   const int64_t rows = gemm.only_last ? step->num_last : step->rows;
   const int64_t groups = (rows + GROUP_ROWS - 1) / GROUP_ROWS;
   const int64_t pairs = (gemm.weight->n / 16 + 1) / 2;
-  const int64_t grain = 8192 / (gemm.weight->k * (rows + 8)) + 1;  // a microsecond or more
+  // Few rows wait for memory, which comes faster in long ways; many take a microsecond or more.
+  const int64_t grain = rows > 8 ? 8192 / (gemm.weight->k * (rows + 8)) + 1
+                                 : pairs / (2 * kagari_threads()) + 1;
   parallel(pairs * groups, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       const int64_t row = i % groups * GROUP_ROWS, left = rows - row;

@@ -124,7 +124,7 @@ class _Quants:
     def __init__(self) -> None:
         self.planes = torch.empty(2, ROWS, WIDTH, dtype=torch.int8)
         self.scales = torch.empty(ROWS, WIDTH // 32)
-        self.sums = torch.empty(ROWS, WIDTH // 16, dtype=torch.int32)
+        self.sums = torch.empty(ROWS, WIDTH // 16)
         self.struct = library.Quants(
             *(array.data_ptr() for array in (*self.planes, self.scales, self.sums)), WIDTH
         )
