@@ -77,7 +77,7 @@ def serve(
     device: Annotated[str | None, typer.Option(help="auto, cuda or cpu.")] = None,
     compute: Annotated[str | None, typer.Option(help="exact or fast.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Of weights: auto, bf16 or fp32.")] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="auto, bf16 or fp32.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="auto, bf16, fp32, int8 or fp8.")] = None,
     kv_device_tokens: Annotated[
         int | None, typer.Option(help="Tokens the KV pool of each engine holds.")
     ] = None,
