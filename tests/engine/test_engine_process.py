@@ -257,6 +257,7 @@ def test_sixty_four_streams_keep_a_pace_of_200_tokens_a_second(engine: EnginePro
         (["--max-running", "600"], 2, ["--max-running", "600"]),
         (["--threads", "0"], 2, ["--threads"]),
         (["--compute", "quick"], 2, ["--compute", "quick", "exact or fast", "leave it out"]),
+        (["--kv-dtype", "int4"], 2, ["--kv-dtype", "int4", "fp8, int8", "leave it out for bf16"]),
         (["--overlap", "maybe"], 2, ["--overlap", "maybe"]),
         (["--script", "/nowhere/script.json"], 4, ["--script", "nowhere"]),
         (["--bundle", "/nowhere/bundle"], 4, ["--bundle", "nowhere"]),

@@ -781,8 +781,9 @@ inline uint8_t to_fp8(float value) {
 // A token's key or value as codes under one scale, its largest ÷ the largest code, rounded up: no
 // code is clipped. The scale is NaN if a number is none.
 inline void write_codes(const Arena& arena, uint8_t* to, uint16_t* scale_to, const float* from) {
+  const int dim = arena.dim;
   uint32_t largest = 0;  // by its bits: a NaN is larger than infinity
-  for (int i = 0; i < arena.dim; i++) {
+  for (int i = 0; i < dim; i++) {
     const uint32_t size = bits_of(from[i]) & 0x7fffffff;
     largest = size > largest ? size : largest;
   }
@@ -792,13 +793,13 @@ inline void write_codes(const Arena& arena, uint8_t* to, uint16_t* scale_to, con
   const uint32_t bits = (bits_of(scale / (arena.precision == FP8 ? 448 : 127)) + 0xffff) >> 16;
   *scale_to = is_sane ? bits : 0x7fc0;
   if (!is_sane || !bits) {
-    memset(to, 0, arena.dim);
+    memset(to, 0, dim);
     return;
   }
   const uint32_t rounded = bits << 16;
   memcpy(&scale, &rounded, sizeof scale);
-  if (arena.precision == FP8) for (int i = 0; i < arena.dim; i++) to[i] = to_fp8(from[i] / scale);
-  else for (int i = 0; i < arena.dim; i++) to[i] = to_int8(from[i] / scale);
+  if (arena.precision == FP8) for (int i = 0; i < dim; i++) to[i] = to_fp8(from[i] / scale);
+  else for (int i = 0; i < dim; i++) to[i] = to_int8(from[i] / scale);
 }
 
 // A token's key or value [dim] to its place among a head's in a page.
@@ -963,8 +964,6 @@ inline void load_scales(const Run* runs, Workspace& work) {
   for (int at = 0; at < KEY_TILE; at += 16) {
     const Run& run = runs[at / 16];
     float *const keys = work.key_scales + at, *const values = work.value_scales + at;
-    memset(keys, 0, 64);
-    memset(values, 0, 64);
     if (run.begin == 0 && run.end == 16) {
       for (int i = 0; i < 16; i += LANES) {
         lanes(keys + i) = (Lanes)(widened(run.key_scales + i) << 16);
@@ -972,6 +971,8 @@ inline void load_scales(const Run* runs, Workspace& work) {
       }
       continue;
     }
+    memset(keys, 0, 64);
+    memset(values, 0, 64);
     for (int i = run.begin; i < run.end; i++) {
       const uint32_t key = (uint32_t)run.key_scales[i] << 16;
       const uint32_t value = (uint32_t)run.value_scales[i] << 16;
