@@ -348,10 +348,11 @@ void multiply_rows(const Runs& runs, int64_t fetch, const Quants& in, int64_t ro
     by_runs(runs, fetch, tile, in, row, to);
 }
 
-// Rows [row, row + count) by the tiles `tile` and the next; an odd last one is taken twice.
-void multiply_pair(const Gemm& gemm, int64_t tile, int64_t row, int count) {
+// Rows [row, row + count) by a pair of tiles; an odd last one is taken twice. `next`: the pair that
+// this thread is likely to take then.
+void multiply_pair(const Gemm& gemm, int64_t pair, int64_t next, int64_t row, int count) {
   const Packed& weight = *gemm.weight;
-  const int64_t blocks = weight.k / 32, bytes = run_bytes(weight);
+  const int64_t blocks = weight.k / 32, bytes = run_bytes(weight), tile = pair * 2;
   const bool widens = count > DIRECT_ROWS;
   const int64_t column = tile * 16, left = gemm.columns - column, columns = left < 32 ? left : 32;
   float bias[32] = {};
@@ -373,7 +374,7 @@ void multiply_pair(const Gemm& gemm, int64_t tile, int64_t row, int count) {
     for (int t = 0; t < 2; t++) {
       const int64_t which = tile + t < weight.n / 16 ? tile + t : tile;
       runs.at[t] = weight.data + (which * blocks + block) * bytes;
-      runs.next[t] = runs.at[t] + 2 * blocks * bytes;  // the next pair's
+      runs.next[t] = runs.at[t] + 2 * (next - pair) * blocks * bytes;
       if (!widens) continue;
       widen(weight, runs.at[t], runs.blocks, panel.runs[t]);
       runs.at[t] = panel.runs[t][0];
@@ -402,10 +403,12 @@ void run_gemm(const void* args, const Step* step) {
   // Few rows wait for memory, which comes faster in long ways; many take a microsecond or more.
   const int64_t grain = rows > 8 ? 8192 / (gemm.weight->k * (rows + 8)) + 1
                                  : pairs / (2 * kagari_threads()) + 1;
+  const int64_t of_others = grain * (kagari_threads() - 1);
   parallel(pairs * groups, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       const int64_t row = i % groups * GROUP_ROWS, left = rows - row;
-      multiply_pair(gemm, i / groups * 2, row, left < GROUP_ROWS ? left : GROUP_ROWS);
+      const int64_t next = i + 1 < end ? i + 1 : i + 1 + of_others;
+      multiply_pair(gemm, i / groups, next / groups, row, left < GROUP_ROWS ? left : GROUP_ROWS);
     }
   });
 }
