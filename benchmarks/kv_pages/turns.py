@@ -37,7 +37,7 @@ TURNS = (4, 3)  # full, quick; the first warms up
 FITTING = 4  # conversations that fit in bf16
 CONCURRENCY = ((1, 2, 4, 6, 8, 12), (1, 4, 8))
 ROUNDS = (3, 1)
-VOCABULARY = (300, 30_000)  # ids of questions and histories
+PLAIN = 16  # ids below it may be control tokens, which end an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def converse(runner: ModelRunner, concurrency: int, turns: int, *, seed: int) ->
     ids = random.Random(seed)
 
     def some(count: int) -> list[int]:
-        return [ids.randrange(*VOCABULARY) for _ in range(count)]
+        return [ids.randrange(PLAIN, runner.vocab_size) for _ in range(count)]
 
     scheduler = Scheduler(
         ScheduleConfig(
