@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.steps import Steps
 from engine.config import ConfigError
 from engine.execute import page_room
 from engine.execute.layers import page_values
@@ -77,6 +78,17 @@ def test_the_default_model_is_exact_over_codes_for_long_prompts_and_threads(
     )
     prompts = prompts_of(runner, 1400, 17, 1000, 64, 700, 1399, 300, 1)
     run_every_way(runner, prompts, 24, chunk_sizes=((1 << 20,), (333, 64, 1), (512,)))
+
+
+def test_a_scale_that_is_no_number_fails_its_row_alone(
+    tiny_gguf: Callable[[str], Path], make_runner: RunnerMaker
+) -> None:
+    runner = make_runner(tiny_gguf("llama"), precision="native", num_pages=16, pages="int8")
+    steps = Steps(runner)
+    sick, well = (steps.stream(prompt) for prompt in prompts_of(runner, 40, 40))
+    steps.generate([sick, well], 1)
+    runner.arena.by_token[1][sick.pages[1], 1, 0, 1, 3] = 255
+    assert steps.step([(sick, 1), (well, 1)]).corrupt == (0,)
 
 
 # --- what is refused --------------------------------------------------------------------------
