@@ -95,7 +95,7 @@ class Steps:
             StepPlan(self._step, tuple(rows), tuple(assigned), tuple(tails))
         )
         for index, ((stream, count), token) in enumerate(zip(work, result.tokens, strict=True)):
-            if index in result.corrupt:
+            if index in result.corrupt or index in result.insane:
                 continue
             stream.num_computed += count
             if token is not None:

@@ -211,6 +211,14 @@ _KINDS = (
         True,
         "A page of the KV cache did not carry the expected tag; only this request was ended.",
     ),
+    ErrorKind(
+        "logits_not_finite",
+        502,
+        5000,
+        "server_error",
+        True,
+        "The model's logits overflowed or were not numbers; only this request was ended.",
+    ),
     ErrorKind("node_lost", 502, 5000, "server_error", True, "The link to the node was cut."),
     ErrorKind("engine_lost", 502, 5000, "server_error", True, "The engine's process ended."),
     ErrorKind(

@@ -231,8 +231,7 @@ class ModelRunner:
         """See begin."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """One forward pass over all rows. corrupt holds indices of plan.rows: of pages with another
-        generation than expected, or of logits that are not numbers."""
+        """One forward pass over all rows."""
         launched = self._begin(plan, self.model.forward)
         return self._judge(launched, self._find(launched))
 
@@ -286,8 +285,8 @@ class ModelRunner:
     def _judge(self, launched: Launched, found: _Found) -> StepResult:
         """Checks what was read; another step may compute meanwhile."""
         plan, rows = launched.plan, launched.plan.rows
-        corrupt = self._corrupt_rows(rows, plan.copies) | found.insane
-        for index in corrupt:
+        corrupt = self._corrupt_rows(rows, plan.copies)
+        for index in corrupt | found.insane:
             found.tokens[index] = None
             found.logprobs.pop(index, None)
             found.prompt_logprobs.pop(index, None)
@@ -298,6 +297,7 @@ class ModelRunner:
             time.perf_counter() - launched.started,
             found.logprobs,
             found.prompt_logprobs,
+            tuple(sorted(found.insane - corrupt)),
         )
 
     def _choose(self, launched: Launched, indices: list[int], found: _Found) -> None:

@@ -70,8 +70,9 @@ class StepResult:
 
     None for a row that samples means "not yet": its last position counts as not computed and is
     planned again; the positions before it are computed. corrupt lists the indices of rows whose
-    page tags did not match: they end with an error and publish nothing. logprobs and
-    prompt_logprobs hold, by row index, what rows that ask for them are told; not of corrupt rows.
+    page tags did not match, insane of others whose logits are not finite: they end with an error
+    and publish nothing. logprobs and prompt_logprobs hold, by row index, what rows that ask for
+    them are told; not of those that end so.
     """
 
     step: int
@@ -80,6 +81,7 @@ class StepResult:
     compute_s: float = 0.0
     logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+    insane: tuple[int, ...] = ()
 
 
 class Runner(Protocol):

@@ -266,6 +266,9 @@ class Scheduler:
             if result.corrupt and index in result.corrupt:
                 events.append(self._fail_corrupt(sequence))
                 continue
+            if result.insane and index in result.insane:
+                events.append(self._fail_insane(sequence))
+                continue
             end = row.start + len(row.token_ids)
             if row.samples and token is None and self._in_flight:
                 raise ValueError(f"row {index} of step {result.step} is followed, and has no token")
@@ -506,6 +509,16 @@ class Scheduler:
             "page_integrity",
             "pages: found a tag of another generation, allowed only the expected one; "
             "send the request again, its prefix will be computed anew",
+        )
+
+    def _fail_insane(self, sequence: Sequence) -> SequenceFailed:
+        """Its pages may be what is wrong, whatever their tags say."""
+        self.cache.forget(sequence.page_table[0])
+        return self._fail(
+            sequence,
+            "logits_not_finite",
+            "logits: found NaN or infinity, allowed finite numbers; send the request again, its "
+            "prefix will be computed anew, and report the model if it fails again",
         )
 
     def _measure(self, in_flight: _InFlight, result: StepResult, now: float) -> None:

@@ -17,7 +17,7 @@ from engine.execute.arena import DTYPES, Arena
 from engine.execute.kernels.cpu import library
 from engine.execute.kernels.cpu.library import Library
 from engine.execute.layers.rotary import Rotary, rotate
-from engine.execute.models.native import addresses
+from engine.execute.models.program import addresses
 from engine.store.page_codec import QUANTISED, PageLayout
 from engine.store.quantise import dequantise, quantise
 

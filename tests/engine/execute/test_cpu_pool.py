@@ -63,10 +63,10 @@ def test_every_chunk_is_run_once(kernels: Library) -> None:
     assert all_equal(sums.x, 1000)
     stats = kernels.stats()
     assert stats.jobs - before == (1000 if kernels.threads > 1 else 0)
-    assert 0 <= stats.workers <= kernels.threads - 1
+    assert 0 <= stats.beside <= kernels.threads - 1
 
 
-def test_workers_that_have_gone_to_sleep_come_back(kernels: Library) -> None:
+def test_threads_that_have_gone_to_sleep_come_back(kernels: Library) -> None:
     sums = Sums()
     for _ in range(30):
         kernels.run(sums.program(10), Step(rows=ROWS))
@@ -74,7 +74,7 @@ def test_workers_that_have_gone_to_sleep_come_back(kernels: Library) -> None:
     assert all_equal(sums.x, 300)
 
 
-def test_idle_workers_use_no_time(kernels: Library) -> None:
+def test_idle_threads_use_no_time(kernels: Library) -> None:
     sums = Sums()
     kernels.run(sums.program(10), Step(rows=ROWS))
     before = time.process_time()
@@ -90,7 +90,7 @@ def test_few_rows_never_reach_the_pool(kernels: Library) -> None:
     assert all_equal(sums.x[1:], 0)
 
 
-def test_workers_keep_subnormals_whatever_their_opener_does() -> None:
+def test_threads_keep_subnormals_whatever_their_opener_does() -> None:
     """A thread is born with the rounding of the one that starts it."""
     torch.set_flush_denormal(True)
     try:
@@ -137,7 +137,7 @@ def test_a_started_program_is_carried_out_once_whoever_comes_first(
     assert all_equal(sums.x, 820)
 
 
-def test_a_worker_computes_while_the_caller_is_elsewhere(kernels: Library) -> None:
+def test_a_thread_computes_while_the_caller_is_elsewhere(kernels: Library) -> None:
     sums = Sums()
     kernels.start(sums.program(50), Step(rows=ROWS), 30)
     deadline = time.monotonic() + PATIENCE_S
@@ -149,7 +149,7 @@ def test_a_worker_computes_while_the_caller_is_elsewhere(kernels: Library) -> No
 
 
 @pytest.mark.parametrize("kernels", [1], indirect=True)
-def test_without_workers_a_started_program_waits_for_its_caller(kernels: Library) -> None:
+def test_without_threads_a_started_program_waits_for_its_caller(kernels: Library) -> None:
     sums = Sums()
     program, step = sums.program(3), Step(rows=ROWS)
     kernels.start(program, step, 3)
@@ -195,7 +195,7 @@ def test_busy_neighbours_delay_but_do_not_stop(kernels: Library, neighbours: int
         assert all_equal(sums.x, 3000)
         stats = kernels.stats()
         assert stats.jobs - before == 3000
-        assert 0 <= stats.workers <= 1
+        assert 0 <= stats.beside <= 1
     finally:
         for process in busy:
             process.kill()

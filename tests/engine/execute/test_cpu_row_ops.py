@@ -163,7 +163,7 @@ def test_the_exponential_is_as_exact_as_its_scaled_argument(kernels: Library) ->
     x = torch.linspace(-86.9, -20, 100_001)
     halves, out = torch.stack([x, 1 / x]).view(1, -1), torch.empty(1, len(x))
     run(kernels, Gate(in_=halves.data_ptr(), out=out.data_ptr(), width=len(x)), rows=1)
-    # log2 e and its product with x are rounded; so are e^-x, a sum, a quotient, 1 / x and a product.
+    # Rounded are log2 e and its product with x, then e^-x, a sum, a quotient, 1 / x, a product.
     exact = 1 / (1 + (-x.double()).exp())
     assert (((out.double() - exact) / exact).abs() < (4 + 0.7 * x.abs()) * 2**-23).all()
 

@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 BUILD_S, RUN_S = 300, 600
 
-# Two callers, several numbers of threads, workers that sleep: each chunk must be run once. The
+# Two callers, several numbers of threads, threads that sleep: each share must be run once. The
 # kernels are stand-ins, for only the host's unit is compiled.
 POOL = """
 #include <pthread.h>

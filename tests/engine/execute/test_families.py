@@ -89,8 +89,10 @@ def test_family_from_gguf_equals_transformers_on_the_dequantised_weights(
     precision: str,
     tmp_path: Path,
     make_runner: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Natively too: formats without a kernel, and heads of 24, are torch's between its ops."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)  # torch's products are in fp32
     model = tiny_model(family, GGUF_SHAPES[family][shape])
     path = tmp_path / "tiny.gguf"
     write_gguf(path, family, model, kinds)
@@ -113,8 +115,9 @@ def test_family_is_wholly_native_where_all_its_products_are_packed(
 
 @pytest.mark.parametrize("family", list(SHAPES))
 def test_family_with_heads_of_24_falls_back_for_its_attention_alone(
-    family: str, tmp_path: Path, make_runner: Any
+    family: str, tmp_path: Path, make_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)  # torch's attention is in fp32
     model = tiny_model(family, GGUF_SHAPES[family]["one-kv-head-tied"])
     write_gguf(tmp_path / "tiny.gguf", family, model, PACKED)
     runner = make_runner(tmp_path / "tiny.gguf", precision="native", pages="fp32")

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from engine.execute.arena import Arena
 from engine.execute.host_memory import zeros
-from engine.execute.models.native import Activations
+from engine.execute.models.program import Activations
 from engine.execute.native_step import NativeStep
 from engine.schedule.plan import Row
 from engine.store.page_codec import PageLayout

@@ -45,40 +45,40 @@ namespace {
 
 // --- the pool ------------------------------------------------------------------------------------
 //
-// A job is cut into chunks. `claim` = the job's number × 2^24 + chunks left: a thread owns a chunk
+// A job is cut into shares. `claim` = the job's number × 2^24 + shares left: a thread owns a share
 // once its compare-exchange has taken one off, so a thread that wakes late, with an old job in mind,
-// fails and touches nothing. What the job is may be read by owners of a chunk only; it is written
-// only between jobs, when no chunk is owned. The caller waits for owned chunks, never for a thread
+// fails and touches nothing. What the job is may be read by owners of a share only; it is written
+// only between jobs, when no share is owned. The caller waits for owned shares, never for a thread
 // that has not woken. (A number recurs after 2^40 jobs: years.)
 
 using std::atomic;
 using Flag = atomic<uint32_t>;  // may be slept on
 
-constexpr int MAX_WORKERS = 255;
-constexpr uint64_t NUMBER = 1 << 24;  // claim / NUMBER: the job's; claim % NUMBER: chunks left
+constexpr int MAX_BESIDE = 255;
+constexpr uint64_t NUMBER = 1 << 24;  // claim / NUMBER: the job's; claim % NUMBER: shares left
 constexpr int64_t MS = 1000000, SPIN_NS = MS / 10;  // longer than the gaps between a step's jobs
 constexpr int64_t LOST_NS = 2 * MS, FIRST_REST_NS = 5 * MS, LAST_REST_NS = 320 * MS;
 
 alignas(64) atomic<uint64_t> claim;
-struct Job { RunRange body; void* context; int64_t count, grain, chunks; } job;
+struct Job { RunRange body; void* context; int64_t count, grain, shares; } job;
 atomic<int> caller_cpu;
-alignas(64) Flag done;  // chunks of this job that workers have finished
+alignas(64) Flag done;  // shares of this job that pool threads have finished
 Flag caller_sleeps;
 atomic<int64_t> wait_began;
-alignas(64) Flag bell;  // counts wake-ups of the workers
-Flag sleepers;          // at least the workers that sleep or are about to
+alignas(64) Flag bell;  // counts wake-ups of the pool
+Flag sleepers;          // at least the pool threads that sleep or are about to
 Flag stopping, posted_state;
 atomic<int> resting;
 alignas(64) Flag in_use;  // a caller is inside; a second one goes alone
 
-// A program beside its caller: the first worker that sees it runs it as a caller would, unless the
-// one who posted it comes to wait for it before; who waits helps like a worker.
+// A program beside its caller: the first pool thread that sees it runs it as a caller would, unless the
+// one who posted it comes to wait for it before; who waits helps like one.
 enum : uint32_t { NONE, POSTED, TAKEN, FINISHED };
 struct Posted { const Op* ops; int32_t count; const Step* step; } posted;
 
-pthread_t workers[MAX_WORKERS];
-int num_workers;
-pid_t home;  // a forked child has no workers to join
+pthread_t pool[MAX_BESIDE];
+int num_beside;
+pid_t home;  // a forked child has no threads to join
 int64_t jobs;
 
 int64_t now_ns() {
@@ -124,14 +124,14 @@ bool spin(const Ready& ready, bool gives_way) {  // until ready; false: for too 
   }
 }
 
-// Where other programs use the CPUs, a worker may be descheduled inside a chunk while the caller
+// Where other programs use the CPUs, a thread may be descheduled inside a share while the caller
 // waits. One that loses the caller more than a third of the time brings nothing: it rests, for twice
 // as long each time it soon happens again.
 struct Rest {
   int64_t ns = FIRST_REST_NS, ended = 0, lost = 0, counted = 0;
   long switches = 0;
 
-  void count() {  // the caller has been waiting for this worker, who may be to blame
+  void count() {  // the caller has been waiting for this thread, which may be to blame
     rusage used;
     getrusage(RUSAGE_THREAD, &used);
     if (used.ru_nivcsw == switches) return;  // was not descheduled
@@ -157,11 +157,11 @@ struct Rest {
   }
 };
 
-uint32_t work(uint64_t number) {  // runs chunks of this job until none is left; returns how many
+uint32_t work(uint64_t number) {  // runs shares of this job until none is left; returns how many
   uint32_t ran = 0;
   for (uint64_t at = claim; at / NUMBER == number && at % NUMBER;) {
     if (!claim.compare_exchange_weak(at, at - 1)) continue;
-    const int64_t begin = (job.chunks - int64_t(at % NUMBER)) * job.grain, end = begin + job.grain;
+    const int64_t begin = (job.shares - int64_t(at % NUMBER)) * job.grain, end = begin + job.grain;
     job.body(job.context, begin, end < job.count ? end : job.count);
     ran++;
     at = claim;
@@ -178,7 +178,7 @@ bool run_posted() {
   return true;
 }
 
-// Job after job: of a worker until the end, of who waits for a posted program (no rest) until then.
+// Job after job: of a pool thread until the end, of who waits for a posted program (no rest) until then.
 void serve(Rest* rest) {
   uint64_t seen = claim / NUMBER - 1;
   const auto is_over = [&] { return rest ? stopping != 0 : posted_state == FINISHED; };
@@ -203,7 +203,7 @@ void serve(Rest* rest) {
   }
 }
 
-void* worker(void*) {
+void* pool_thread(void*) {
   Rest rest;
   const Rounding rounding;
   serve(&rest);
@@ -214,7 +214,7 @@ void wait_for(uint32_t others) {
   const auto is_finished = [&] { return done == others; };
   if (is_finished()) return;
   wait_began = now_ns();
-  while (!spin(is_finished, false)) {  // a worker was descheduled inside a chunk: give way
+  while (!spin(is_finished, false)) {  // a thread was descheduled inside a share: give way
     caller_sleeps = 1;
     const uint32_t before = done;
     if (before != others) sleep_on(done, before);
@@ -222,52 +222,52 @@ void wait_for(uint32_t others) {
   }
 }
 
-void stop_workers() {
+void stop_pool() {
   if (home == getpid()) {
     stopping = 1;
     bell++;
     wake_all(bell);
     wake_all(stopping);
-    for (int i = 0; i < num_workers; i++) pthread_join(workers[i], nullptr);
+    for (int i = 0; i < num_beside; i++) pthread_join(pool[i], nullptr);
   } else {
     in_use = 0;
   }
-  num_workers = resting = 0;
+  num_beside = resting = 0;
   stopping = sleepers = 0;
 }
 
-bool start_workers(int count) {
+bool start_pool(int count) {
   home = getpid();
   sigset_t all, before;  // signals are the main thread's
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  while (num_workers < count && !pthread_create(&workers[num_workers], nullptr, worker, nullptr))
-    num_workers++;
+  while (num_beside < count && !pthread_create(&pool[num_beside], nullptr, pool_thread, nullptr))
+    num_beside++;
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  return num_workers == count;
+  return num_beside == count;
 }
 
 }  // namespace
 
 void kagari_parallel(int64_t count, int64_t grain, RunRange body, void* context) {
-  const int64_t chunks = count <= 0 ? 0 : (count + grain - 1) / grain;
-  if (chunks < 2 || chunks >= int64_t(NUMBER) || !num_workers || in_use.exchange(1)) {
+  const int64_t shares = count <= 0 ? 0 : (count + grain - 1) / grain;
+  if (shares < 2 || shares >= int64_t(NUMBER) || !num_beside || in_use.exchange(1)) {
     for (int64_t begin = 0; begin < count; begin += grain)
       body(context, begin, begin + grain < count ? begin + grain : count);
     return;
   }
   jobs++;
   caller_cpu = sched_getcpu();
-  job = {body, context, count, grain, chunks};
+  job = {body, context, count, grain, shares};
   done = 0;
   const uint64_t number = claim / NUMBER + 1;
-  claim = number * NUMBER + uint64_t(chunks);
+  claim = number * NUMBER + uint64_t(shares);
   ring();
-  wait_for(uint32_t(chunks) - work(number));
+  wait_for(uint32_t(shares) - work(number));
   in_use = 0;
 }
 
-int32_t kagari_threads() { return num_workers + 1; }
+int32_t kagari_threads() { return num_beside + 1; }
 
 // --- what Python calls ---------------------------------------------------------------------------
 
@@ -276,15 +276,15 @@ EXPORT int32_t kagari_open(int32_t index, int32_t threads) {
   __builtin_cpu_init();
   if (index < 0) for (index = 3; !cpu_has(index);) index--;
   if (!cpu_has(index)) return -1;
-  stop_workers();
+  stop_pool();
   const RunOp* isas[] = {kagari_isa_0, kagari_isa_1, kagari_isa_2, kagari_isa_3};
   kernels = isas[index];
-  if (threads >= 1 && threads <= MAX_WORKERS + 1 && start_workers(threads - 1)) return index;
-  stop_workers();
+  if (threads >= 1 && threads <= MAX_BESIDE + 1 && start_pool(threads - 1)) return index;
+  stop_pool();
   return -2;
 }
 
-EXPORT void kagari_close() { stop_workers(); }
+EXPORT void kagari_close() { stop_pool(); }
 
 // kagari_run beside the caller, who goes on at once; one at a time, and then kagari_finish.
 EXPORT void kagari_start(const Op* ops, int32_t count, const Step* step) {
@@ -299,8 +299,8 @@ EXPORT void kagari_finish() {
   posted_state = NONE;
 }
 
-EXPORT void kagari_pool_stats(int64_t* out) {  // jobs, workers that do not rest
-  out[0] = jobs, out[1] = num_workers - resting;
+EXPORT void kagari_pool_stats(int64_t* out) {  // jobs, pool threads that do not rest
+  out[0] = jobs, out[1] = num_beside - resting;
 }
 
 EXPORT int64_t kagari_sizeof(int32_t index) {  // of the structs, in the order of abi.h

@@ -442,7 +442,7 @@ void run_embed(const void* args, const Step* step) {
 
 // --- norms, gates, the best logit ----------------------------------------------------------------
 
-inline int64_t rows_a_chunk(int32_t width) { return 8192 / width + 1; }  // some microseconds
+inline int64_t rows_a_share(int32_t width) { return 8192 / width + 1; }  // some microseconds
 
 // Calls body(column, lanes) for each 16 columns and the rest.
 template <class Body>
@@ -471,7 +471,7 @@ inline float* row_or(float* out, int64_t row, int32_t width, float* spare, const
 void run_norm(const void* args, const Step* step) {
   const Norm& op = *static_cast<const Norm*>(args);
   const int32_t width = op.width, rows = op.only_last ? step->num_last : step->rows;
-  parallel(rows, rows_a_chunk(width), [&](int64_t begin, int64_t end) {
+  parallel(rows, rows_a_share(width), [&](int64_t begin, int64_t end) {
     float* spare = (float*)__builtin_alloca(sizeof(float) * (width + 32));
     for (int64_t row = begin; row < end; row++) {
       float* x = op.x + (op.only_last ? step->last[row] : row) * (int64_t)width;
@@ -498,7 +498,7 @@ void run_norm(const void* args, const Step* step) {
 void run_gate(const void* args, const Step* step) {
   const Gate& op = *static_cast<const Gate*>(args);
   const int32_t width = op.width;
-  parallel(step->rows, rows_a_chunk(2 * width), [&](int64_t begin, int64_t end) {
+  parallel(step->rows, rows_a_share(2 * width), [&](int64_t begin, int64_t end) {
     float* spare = (float*)__builtin_alloca(sizeof(float) * (width + 32));
     for (int64_t row = begin; row < end; row++) {
       const float* in = op.in + row * 2 * width;

@@ -157,7 +157,7 @@ def program(args: Sequence[Args]) -> Program:
 @dataclass(frozen=True, slots=True)
 class PoolStats:
     jobs: int
-    workers: int  # beside the caller, without those that rest
+    beside: int  # threads beside the caller, without those that rest
 
 
 class Library:
