@@ -88,7 +88,8 @@ def test_a_scale_that_is_no_number_fails_its_row_alone(
     sick, well = (steps.stream(prompt) for prompt in prompts_of(runner, 40, 40))
     steps.generate([sick, well], 1)
     runner.arena.by_token[1][sick.pages[1], 1, 0, 1, 3] = 255
-    assert steps.step([(sick, 1), (well, 1)]).corrupt == (0,)
+    result = steps.step([(sick, 1), (well, 1)])
+    assert (result.insane, result.corrupt) == ((0,), ())
 
 
 # --- what is refused --------------------------------------------------------------------------
