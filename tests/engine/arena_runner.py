@@ -55,9 +55,10 @@ class ArenaRunner:
         self.arena = [[POISON] * page_size for _ in range(num_pages)]
         self.tags = [0] * num_pages
         self.not_due: set[int] = set()  # sequence ids that get None where they sample
+        self.sick: set[int] = set()  # sequence ids whose logits are not finite
         self.live: set[int] = set()
         self.plans: list[StepPlan] = []
-        self._lost: set[int] = set()  # sequence ids of the last step's corrupt rows
+        self._lost: set[int] = set()  # sequence ids of the last step's failed rows
 
     def begin(self, sequence_id: int, prompt: array[int]) -> None:
         self.live.add(sequence_id)
@@ -70,7 +71,7 @@ class ArenaRunner:
         for page, generation in plan.assigned:
             self.tags[page] = generation
             self.arena[page] = [POISON] * self.page_size
-        corrupt = set()
+        corrupt, insane = set(), set()
         for copy in plan.copies:
             if self.tags[copy.source] != copy.generation:
                 corrupt.add(copy.row)
@@ -98,7 +99,9 @@ class ArenaRunner:
                 self._write(pages, position, state)
             if row.prompt_logprobs is not None:
                 told[index] = tuple(self._told(row, position) for position in row.prompt_logprobs)
-            if row.samples and row.sequence_id not in self.not_due:
+            if row.samples and row.sequence_id in self.sick:
+                insane.add(index)
+            if row.samples and row.sequence_id not in self.not_due | self.sick:
                 token = choose(state, row.sampling.seed)
                 tokens.append(token)
                 if row.sampling.logprobs is not None:
@@ -108,7 +111,9 @@ class ArenaRunner:
         for page, offset in plan.zero_tails:
             self.arena[page][offset:] = [EMPTY] * (self.page_size - offset)
         lost = self._lost if plan.follows else set()
-        self._lost = {row.sequence_id for at, row in enumerate(plan.rows) if at in corrupt} | lost
+        self._lost = {
+            row.sequence_id for at, row in enumerate(plan.rows) if at in corrupt | insane
+        } | lost
         for row in plan.rows:
             if row.sequence_id not in self._lost:
                 end = row.start + len(row.token_ids)
@@ -120,6 +125,7 @@ class ArenaRunner:
             tuple(sorted(corrupt)),
             logprobs=logprobs,
             prompt_logprobs=told,
+            insane=tuple(sorted(insane)),
         )
 
     def _told(self, row: Row, position: int) -> TokenLogprob:

@@ -373,6 +373,23 @@ def test_a_page_of_another_generation_ends_its_sequence_alone_and_is_not_served_
     assert bench.tokens(3) == alone(ids(17, seed=1), 4)
 
 
+def test_logits_that_are_not_finite_end_their_sequence_alone_and_leave_nothing_cached() -> None:
+    bench = Bench()
+    bench.submit(1, ids(17, seed=1), max_tokens=30)
+    bench.submit(2, ids(17, seed=2), max_tokens=30)
+    bench.step()
+    bench.step()
+    bench.runner.sick = {1}
+    bench.drain()
+    end = bench.end(1)
+    assert isinstance(end, SequenceFailed)
+    assert end.code == "logits_not_finite"
+    assert bench.tokens(2) == alone(ids(17, seed=2), 30)
+    bench.submit(3, ids(17, seed=1))
+    bench.drain()
+    assert bench.cached(3) == 0
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 

@@ -286,6 +286,6 @@ def test_a_sick_prompt_fails_and_tells_nothing(peer_and_runner: tuple[Any, Model
         range(21, 31),
     )
     result = runner.execute(StepPlan(2, (row,), (), ()))
-    assert result.corrupt == (0,)
+    assert result.insane == (0,)
     assert result.prompt_logprobs == {}
     runner.arena.pages.zero_()

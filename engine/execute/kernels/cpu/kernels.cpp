@@ -570,8 +570,8 @@ struct Ahead {  // keys and values that come next, fetched line by line between 
 
   // Always inline: GCC 12 takes a function that does nothing else for one without effect.
   __attribute__((always_inline)) void fetch(int64_t offset) const {
-    __builtin_prefetch(keys + offset, 0, 2);
-    __builtin_prefetch(values + offset, 0, 2);
+    __builtin_prefetch(keys + offset);
+    __builtin_prefetch(values + offset);
   }
 };
 
