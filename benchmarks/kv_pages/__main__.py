@@ -2,7 +2,7 @@
 
 Rows: `fit/…` tokens that fit in a gigabyte; `turns_N/…` generated tokens per second of N
 conversations of 1,500 tokens that go on turn by turn, at equal bytes of pages; `crossover/…` the
-fewest conversations from which on quantised pages are quicker; `divergence/…` nats from fp32 pages
+best of their ratios, and from how many on they are quicker; `divergence/…` nats from fp32 pages
 over Python's documentation (pydoc_data.topics: the language reference's topics). `peer` is bf16.
 `python -m benchmarks.kv_pages [--quick] [--json FILE] [--model PATH] [--threads N]
 [--only fit|turns|divergence]`

@@ -189,15 +189,16 @@ def _row(concurrency: int, precision: str, found: dict[str, list[Run]], num_byte
 
 
 def _crossover(precision: str, ratios: dict[int, float]) -> Beside:
-    """From where on it stays quicker; no peer, since it is the ratio that crosses one."""
+    """The best ratio, and from where on it stays above one."""
     slower = [concurrency for concurrency, ratio in ratios.items() if ratio <= 1]
     quicker = [concurrency for concurrency in ratios if concurrency > max(slower, default=0)]
     told = ", ".join(f"{concurrency}: {ratio:.2f}" for concurrency, ratio in ratios.items())
+    where = f"quicker from {min(quicker)} conversations on" if quicker else "not quicker at last"
     return Beside(
         f"crossover/{precision}",
-        min(quicker, default=float("inf")),
-        "conversations",
-        more_is_better=False,
+        max(ratios.values()),
+        "× bf16's tokens/s",
+        more_is_better=True,
         peers={},
-        detail=f"tokens/s ÷ bf16's by conversations: {told}",
+        detail=f"{where}; by conversations {told}",
     )

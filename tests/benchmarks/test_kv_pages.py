@@ -44,10 +44,10 @@ def test_turns_hit_what_fits_and_compute_again_what_does_not(
 
 def test_the_crossover_is_where_it_stays_quicker() -> None:
     row = turns._crossover("int8", {1: 0.9, 4: 1.1, 8: 0.99, 12: 2.0})
-    assert (row.ours, row.peers) == (12, {})
-    assert "8: 0.99" in row.detail
-    assert turns._crossover("int8", {1: 1.2, 2: 1.1}).ours == 1
-    assert turns._crossover("int8", {1: 1.2, 2: 0.8}).ours == float("inf")
+    assert (row.ours, row.peers) == (2.0, {})
+    assert row.detail.startswith("quicker from 12 conversations on; by conversations 1: 0.90, ")
+    assert "from 1 conv" in turns._crossover("int8", {1: 1.2, 2: 1.1}).detail
+    assert turns._crossover("int8", {1: 1.2, 2: 0.8}).detail.startswith("not quicker at last")
 
 
 def test_rows_tell_ours_beside_bf16() -> None:
