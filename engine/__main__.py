@@ -10,9 +10,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import msgspec
 
@@ -21,6 +21,7 @@ from engine.config import ConfigError, EngineConfig, ModelSpec, ScheduleConfig
 from engine.cores import own_cores
 from engine.engine import Engine
 from engine.framing import AGENT_CHANNEL
+from engine.memory import available_bytes
 from engine.process import Connection, run
 from engine.schedule.plan import Runner
 from engine.schedule.scheduler import Scheduler
@@ -28,6 +29,9 @@ from engine.store.opening import OpenTiers, open_tiers
 from policies.contract import wire
 from policies.contract.bundle import Bundle, decode_bundle
 from policies.contract.page_keys import interchangeable_id
+
+if TYPE_CHECKING:
+    from engine.execute.runner import ModelRunner
 
 # OpenMP threads that wait spin this many rounds before they sleep. Measured in docs/decisions.md:
 # endless spinning starves neighbours on shared cores, sleeping at once halves decode.
@@ -237,6 +241,7 @@ def _load_model(config: EngineConfig) -> Loaded:
     why_torch = importlib.import_module("engine.execute.kernels.cpu.library").why_absent()
     if why_torch is not None:
         sys.stderr.write(f"engine: torch computes every op, which is slower: {why_torch}\n")
+    _report_pages(runner)
     _report_progress("measure", 0.0)
     schedule = _schedule_config(config, runner.context_tokens, None)
     is_cpu = module.choose_device(config.device).type == "cpu"
@@ -276,9 +281,30 @@ def _read_bundle(config: EngineConfig) -> Bundle:
         ) from error
 
 
+def _report_pages(runner: ModelRunner) -> None:
+    """What the pool holds, and how far quantised pages were found to be from bf16 ones."""
+    pages, room, found = runner.arena.num_pages, available_bytes(), runner.divergence
+    _report(
+        "engine_capacity",
+        kv_dtype=runner.kv_precision,
+        tokens=pages * runner.arena.layout.page_size,
+        pages=pages,
+        page_bytes=runner.page_bytes,
+        bytes=pages * runner.page_bytes,
+        available_bytes=room,
+    )
+    if found is not None:
+        _report("engine_kv_self_test", kv_dtype=runner.kv_precision, **asdict(found))
+
+
 def _report_progress(stage: str, share: float) -> None:
-    """One JSON line on stderr; the agent may show it."""
-    line = msgspec.json.encode({"event": "engine_loading", "stage": stage, "share": share})
+    """The agent may show it."""
+    _report("engine_loading", stage=stage, share=share)
+
+
+def _report(event: str, **fields: object) -> None:
+    """One JSON line on stderr."""
+    line = msgspec.json.encode({"event": event, **fields})
     sys.stderr.write(line.decode() + "\n")
     sys.stderr.flush()
 
@@ -291,7 +317,7 @@ def _parser() -> argparse.ArgumentParser:
     flags.add_argument("--model-spec", required=True, help="ModelSpec as JSON")
     flags.add_argument("--engine-index", type=int, required=True, help="index on this node")
     flags.add_argument("--dtype", choices=get_args(settings.DType), default="auto")
-    flags.add_argument("--kv-dtype", choices=get_args(settings.DType), default="auto")
+    flags.add_argument("--kv-dtype", default="auto", help=", ".join(get_args(settings.KvDType)))
     flags.add_argument("--compute", default="exact", help="exact or fast")
     flags.add_argument("--device", choices=get_args(settings.Device), default="auto")
     flags.add_argument("--kv-device-tokens", type=int, default=settings.DEFAULT_KV_DEVICE_TOKENS)

@@ -9,6 +9,7 @@ from msgspec import Struct
 from policies.contract.wire import Compute, Tier
 
 DType = Literal["auto", "bf16", "fp32"]
+KvDType = Literal["auto", "bf16", "fp32", "fp8", "int8"]
 Device = Literal["auto", "cpu", "cuda"]
 Overlap = Literal["on", "off"]
 
@@ -71,7 +72,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     spec: ModelSpec
     engine_index: int
     dtype: DType = "auto"
-    kv_dtype: DType = "auto"
+    kv_dtype: KvDType = "auto"
     compute: Compute = "exact"
     kv_device_tokens: int = DEFAULT_KV_DEVICE_TOKENS
     threads: int | None = None
@@ -94,6 +95,13 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                 found=self.compute,
                 allowed=" or ".join(get_args(Compute)),
                 remedy="leave it out for exact: the same tokens whatever runs beside them",
+            )
+        if self.kv_dtype not in get_args(KvDType):
+            raise ConfigError(
+                "--kv-dtype",
+                found=self.kv_dtype,
+                allowed=", ".join(get_args(KvDType)),
+                remedy="leave it out for bf16; int8 and fp8 keep nearly twice as many tokens",
             )
         if self.kv_device_tokens < 2 * self.spec.page_size:
             raise ConfigError(

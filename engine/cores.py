@@ -10,10 +10,11 @@ from policies.cores import Cores, cpu_limit
 
 def own_cores() -> Cores:
     """By the affinity mask and the cgroups' quotas."""
-    return Cores(len(os.sched_getaffinity(0)), cpu_limit(_read_text))
+    return Cores(len(os.sched_getaffinity(0)), cpu_limit(read_text))
 
 
-def _read_text(path: str) -> str | None:
+def read_text(path: str) -> str | None:
+    """What policies/cgroups.py reads with."""
     try:
         return Path(path).read_text()
     except OSError:

@@ -7,11 +7,9 @@ until the next period begins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-ReadText = Callable[[str], str | None]  # a file's text by its path, None where it cannot be read
-CGROUPS = "/sys/fs/cgroup"
+from policies.cgroups import ReadText, folders
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,34 +34,15 @@ def threads_each(cores: Cores, num_engines: int) -> int:
 def cpu_limit(read: ReadText) -> float | None:
     """CPUs whose time the process's cgroups grant, the least of them; None without any limit.
 
-    Both versions of the interface are read (Linux, Documentation/admin-guide/cgroup-v2.rst and
-    scheduler/sched-bwc.rst), the process's own group and those above it. In a container its path
-    may be the host's, which does not exist there; the container's own group is then the root.
+    Version 1 tells them as Linux' Documentation/scheduler/sched-bwc.rst says.
     """
     grants = [
         grant
-        for line in (read("/proc/self/cgroup") or "").splitlines()
-        for folder in _folders(line)
+        for folder in folders(read, "cpu")
         for grant in (_grant_v2(read, folder), _grant_v1(read, folder))
         if grant is not None
     ]
     return min(grants, default=None)
-
-
-def _folders(line: str) -> Iterator[str]:
-    """Where the CPU controller of a line of /proc/self/cgroup may be, own group first."""
-    number, _, rest = line.partition(":")
-    controllers, _, path = rest.partition(":")
-    if number == "0" and not controllers:
-        mounts = [CGROUPS]
-    elif "cpu" in controllers.split(","):
-        mounts = [f"{CGROUPS}/{controllers}", f"{CGROUPS}/cpu"]
-    else:
-        return
-    parts = [part for part in path.split("/") if part]
-    for mount in mounts:
-        for depth in range(len(parts), -1, -1):
-            yield "/".join([mount, *parts[:depth]])
 
 
 def _grant_v2(read: ReadText, folder: str) -> float | None:

@@ -81,7 +81,16 @@ def add_rows(bench: Bench, model: Path, checkpoint: Checkpoint) -> None:
 
 
 def _pieces(model: Path, checkpoint: Checkpoint, cache: Path, positions: int) -> list[list[int]]:
-    """Token ids of prose. Raises NodeError where the model comes without a tokenizer."""
+    """Texts from different places. Raises NodeError as prose does."""
+    ids = prose(model, checkpoint, cache, characters=positions * 12)
+    step = len(ids) // (positions // PIECE)
+    return [ids[start : start + PIECE] for start in range(0, step * (positions // PIECE), step)]
+
+
+def prose(model: Path, checkpoint: Checkpoint, cache: Path, *, characters: int) -> list[int]:
+    """Token ids of Python's documentation, of its topics so many characters.
+
+    Raises NodeError where the model comes without a tokenizer."""
     from tokenizers import Tokenizer
 
     _, encoded = load_bundle(
@@ -94,9 +103,8 @@ def _pieces(model: Path, checkpoint: Checkpoint, cache: Path, positions: int) ->
     )
     tokenizer = Tokenizer.from_str(decode_bundle(encoded).tokenizer_json.decode())
     text = "\n".join(topics[name] for name in sorted(topics))
-    ids: list[int] = tokenizer.encode(text[: positions * 12], add_special_tokens=False).ids
-    step = len(ids) // (positions // PIECE)
-    return [ids[start : start + PIECE] for start in range(0, step * (positions // PIECE), step)]
+    ids: list[int] = tokenizer.encode(text[:characters], add_special_tokens=False).ids
+    return ids
 
 
 class Judge:

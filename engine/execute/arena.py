@@ -7,13 +7,14 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from engine.execute.host_memory import zeros
-from engine.store.page_codec import PageLayout
+from engine.store.page_codec import SCALE_BYTES, PageLayout
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # of values that are no codes
 
 
 class Arena:
-    """[page][layer][K,V][kv head][token][dim]; a page is one contiguous run of bytes.
+    """[page][layer][K,V][kv head][token][dim]; a page is one contiguous run of bytes. In quantised
+    ones a head is uint8 [head_bytes]: codes, then scales.
 
     The page behind the last, null_page, stays zero: what is masked still enters sums as 0 × value
     and must be finite. tags int64 [num_pages] holds the generation at which a page was assigned.
@@ -22,23 +23,29 @@ class Arena:
     def __init__(self, layout: PageLayout, num_pages: int, *, device: torch.device) -> None:
         self.layout = layout
         self.num_pages = self.null_page = num_pages
+        values = layout.page_size, layout.head_dim
         shape = (
-            num_pages + 1,
-            layout.num_layers,
-            2,
-            layout.num_kv_heads,
-            layout.page_size,
-            layout.head_dim,
+            *(num_pages + 1, layout.num_layers, 2, layout.num_kv_heads),
+            *((layout.head_bytes,) if layout.is_quantised else values),
         )
         # Tiers and transfers write here too, outside of any inference mode.
         with torch.inference_mode(False):
-            dtype = DTYPES[layout.precision]
+            dtype = torch.uint8 if layout.is_quantised else DTYPES[layout.precision]
             self.pages = (
                 zeros(*shape, dtype=dtype)
                 if device.type == "cpu"
                 else torch.zeros(shape, dtype=dtype, device=device)
             )
             self.tags = torch.zeros(num_pages, dtype=torch.int64, device=device)
+            # What a head holds of its tokens, each a view [page][layer][K,V][kv head][token][…].
+            self.by_token = [self.pages]
+            if layout.is_quantised:
+                at = layout.codes_bytes
+                codes, scales = self.pages[..., :at], self.pages[..., at:]
+                self.by_token = [
+                    codes.view(*shape[:-1], *values),
+                    scales.view(*shape[:-1], layout.page_size, SCALE_BYTES),
+                ]
         # On a CPU the same memory: a few words cost less this way than a tensor op does.
         self._tags = memoryview(self.tags.cpu().numpy())  # type: ignore[arg-type]
 
@@ -63,7 +70,8 @@ class Arena:
     def zero_tails(self, tails: Sequence[tuple[int, int]]) -> None:
         """(page_id, first unwritten offset): what an earlier owner left there is wiped."""
         for page_id, offset in tails:
-            self.pages[page_id, :, :, :, offset:].zero_()
+            for part in self.by_token:
+                part[page_id, :, :, :, offset:].zero_()
 
     def foreign(self, page_ids: Iterable[int], generations: Sequence[int]) -> bool:
         """Whether a page belongs to another generation than it is held at; of an arena on a CPU."""

@@ -21,6 +21,8 @@ from engine.execute.logprobs import describe
 from engine.execute.models.model import Model
 from engine.execute.models.registry import build_model
 from engine.execute.page_memory import page_memory as page_memory
+from engine.execute.page_room import free_bytes, require_room
+from engine.execute.page_self_test import Divergence, self_test
 from engine.execute.sampling import Choice, sample
 from engine.execute.weights import Checkpoint, CheckpointError, RopeScaling, open_checkpoint
 from engine.schedule.plan import PageCopy, Row, StepPlan, StepResult
@@ -28,6 +30,7 @@ from engine.store.page_codec import PageLayout
 from policies.contract.wire import Sampling, TokenLogprob
 
 Precision = Literal["auto", "bf16", "fp32"]
+KvPrecision = Literal["auto", "bf16", "fp32", "fp8", "int8"]
 Progress = Callable[[str, float], None]
 
 
@@ -36,7 +39,7 @@ class RunnerConfig:
     num_pages: int
     page_size: int = 64
     dtype: Precision = "auto"  # bf16 where the CPU multiplies it, else fp32
-    kv_dtype: Precision = "auto"  # bf16
+    kv_dtype: KvPrecision = "auto"  # bf16
     compute: Literal["exact", "fast"] = "exact"
     kernels: Literal["auto", "torch"] = "auto"  # the CPU's own, where they can be built
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -86,7 +89,8 @@ class ModelFiles(Protocol):
 def load_runner(
     spec: ModelFiles, config: RunnerConfig, progress: Progress | None = None
 ) -> ModelRunner:
-    """Opens, checks, loads, self-tests and warms the model. Raises CheckpointError before serving.
+    """Opens, checks, loads, self-tests and warms the model. Raises CheckpointError before serving,
+    ConfigError for pages that memory does not hold, or quantised ones that fail the model.
 
     progress(stage, fraction in [0, 1]) is called with stages open, weights, self-test, warm-up.
     """
@@ -163,6 +167,7 @@ class ModelRunner:
             facts.head_dim,
         )
         self.layout_id, self.page_bytes = layout.layout_id, layout.page_bytes
+        require_room(layout, config.num_pages, free_bytes(device))
         self.step_tokens = config.step_tokens
         self.arena = Arena(layout, config.num_pages, device=device)
         self._device = device
@@ -185,7 +190,19 @@ class ModelRunner:
         )
         self.compute_precision = self.model.compute_precision
         self._launched: Launched | None = None
+        self.divergence: Divergence | None = None  # of quantised pages
+        if layout.is_quantised:
+            tell("self-test", 0.0)
+            self.divergence = self_test(
+                self.model,
+                self.arena,
+                tokens=min(self._room, self.step_tokens),
+                first_token=facts.bos_token_id,
+            )
+            tell("self-test", 1.0)
         self._warm_up(tell)
+        if device.type == "cpu":  # its pages take memory only when they are first written
+            require_room(layout, config.num_pages, free_bytes(device))
 
     def _warm_up(self, tell: Progress) -> None:
         """First calls build what is built late; the null page's twin, page 0, is wiped after."""

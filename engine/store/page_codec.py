@@ -28,12 +28,18 @@ VERSION = 2
 CHECKSUM_BYTES = 16
 _FIELDS = struct.Struct(f"<4sIQQQ{KEY_BYTES}s{KEY_BYTES}s{OWNER_BYTES}s32s{CHECKSUM_BYTES}s")
 HEADER_BYTES = _FIELDS.size + CHECKSUM_BYTES
-PRECISION_BYTES = {"fp32": 4, "bf16": 2}
+PRECISION_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1, "int8": 1}
+QUANTISED = ("fp8", "int8")
+SCALE_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """One page of the arena: [layer][K,V][kv head][token][dim], one contiguous run of bytes."""
+    """One page of the arena: [layer][K,V][kv head][token][dim], one contiguous run of bytes.
+
+    Of quantised precisions (fp8: E4M3; int8) each head's codes [token][dim] are followed by a bf16
+    scale of each token: value = code × scale. See engine/store/quantise.py.
+    """
 
     precision: str  # a key of PRECISION_BYTES
     num_layers: int
@@ -42,9 +48,25 @@ class PageLayout:
     head_dim: int
 
     @property
+    def is_quantised(self) -> bool:
+        return self.precision in QUANTISED
+
+    @property
+    def codes_bytes(self) -> int:
+        """Of a head's keys or values in a page, without their scales."""
+        return self.page_size * self.head_dim * PRECISION_BYTES[self.precision]
+
+    @property
+    def head_bytes(self) -> int:
+        return self.codes_bytes + (self.page_size * SCALE_BYTES if self.is_quantised else 0)
+
+    @property
+    def layer_bytes(self) -> int:
+        return 2 * self.num_kv_heads * self.head_bytes
+
+    @property
     def page_bytes(self) -> int:
-        values = self.num_layers * 2 * self.num_kv_heads * self.page_size * self.head_dim
-        return values * PRECISION_BYTES[self.precision]
+        return self.num_layers * self.layer_bytes
 
     @property
     def layout_id(self) -> str:

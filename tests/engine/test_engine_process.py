@@ -257,6 +257,7 @@ def test_sixty_four_streams_keep_a_pace_of_200_tokens_a_second(engine: EnginePro
         (["--max-running", "600"], 2, ["--max-running", "600"]),
         (["--threads", "0"], 2, ["--threads"]),
         (["--compute", "quick"], 2, ["--compute", "quick", "exact or fast", "leave it out"]),
+        (["--kv-dtype", "int4"], 2, ["--kv-dtype", "int4", "fp8, int8", "leave it out for bf16"]),
         (["--overlap", "maybe"], 2, ["--overlap", "maybe"]),
         (["--kv-host-mb", "-1"], 2, ["--kv-host-mb", "-1", "0 or more", "leave it out"]),
         (["--kv-disk-mb", "-5", "--kv-disk-dir", "d"], 2, ["--kv-disk-mb", "-5"]),

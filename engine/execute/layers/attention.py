@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.execute.layers import page_values
 from engine.execute.layers.attention_shapes import (
     KEY_TILE,
     QUERY_TOKENS,
@@ -28,6 +29,7 @@ from engine.execute.layers.attention_shapes import (
     key_tiles,
     weigh,
 )
+from engine.store.page_codec import PageLayout
 
 MAX_SEQUENCES = 16  # single-token rows of one call
 FIXED_ROWS = 32
@@ -207,14 +209,24 @@ class Attention:
     # --- running ----------------------------------------------------------------------------
 
     def __call__(
-        self, queries: Tensor, arena: Tensor, *, layer: int, calls: Sequence[Call], out: Tensor
+        self,
+        queries: Tensor,
+        pages: Tensor,
+        *,
+        layer: int,
+        calls: Sequence[Call],
+        out: Tensor,
+        codes: PageLayout | None = None,
     ) -> Tensor:
-        """queries [rows, heads, dim], scaled; arena as stored; out [rows, heads × dim], filled."""
-        blocks = arena.view(-1, self.page_size * self.head_dim)
+        """queries [rows, heads, dim], scaled; pages as an arena's; codes: what those of quantised
+        ones mean; out [rows, heads × dim], filled."""
+        blocks = pages.flatten(0, 3).flatten(1)
         heads, width = self.num_kv_heads, self.group * self.head_dim
         for call in calls:
             pairs = call.sequences * heads
             gathered = blocks.index_select(0, call.places[layer])
+            if codes is not None:
+                gathered = page_values.dequantise(gathered, codes)
             if gathered.dtype != self.dtype:
                 gathered = gathered.to(self.dtype)
             keys, values = gathered.view(2, pairs, -1, self.head_dim).unbind(0)

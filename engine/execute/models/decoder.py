@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.execute.arena import Arena
 from engine.execute.batch import Batch, build_batch
 from engine.execute.kernels.registry import Kernels
+from engine.execute.layers import page_values
 from engine.execute.layers.activation import gelu_mul, silu_mul
 from engine.execute.layers.attention import Attention
 from engine.execute.layers.linear import Linear
@@ -70,15 +72,17 @@ class Decoder:
         attention: Attention,
         rotary: Mapping[int | None, Rotary],
         kernels: Kernels,
-        arena: Tensor,
+        arena: Arena,
         dtype: torch.dtype,
         device: torch.device,
         progress: Callable[[float], None],
     ) -> None:
         config = self.config = checkpoint.config
-        self._checkpoint, self._wiring, self._arena = checkpoint, wiring, arena
+        self._checkpoint, self._wiring = checkpoint, wiring
+        self.vocab_size = config.vocab_size
         self.attention, self.rotary, self._kernels = attention, rotary, kernels
         self._dtype, self._device = dtype, device
+        self.read_from(arena)
         self.compute_precision = "bf16" if dtype == torch.bfloat16 else "fp32"
         self.layers: list[Layer] = []
         for layer in range(config.num_layers):
@@ -165,6 +169,11 @@ class Decoder:
             qk = layer.head_norm(qk.float())
         return qk, qkv[:, turned:].view(-1, config.num_kv_heads, config.head_dim)
 
+    def read_from(self, arena: Arena) -> None:
+        """See models.model.Model."""
+        self._arena = arena
+        self.attention.null_page = arena.null_page
+
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> list[int]:
         """See models.model.Model."""
@@ -188,7 +197,7 @@ class Decoder:
         rows = torch.tensor(token_rows, device=self._device)
         return Head(self._logits(rows), len(rows), None)
 
-    def _decode(self, batch: Batch, arena: Tensor) -> Tensor:
+    def _decode(self, batch: Batch, arena: Arena) -> Tensor:
         """The residual after the last layer, fp32 [padded, hidden]; keys and values are written."""
         x = self._embedding.index_select(0, batch.token_ids).float()
         pieces = x.split(batch.pieces)
@@ -200,13 +209,15 @@ class Decoder:
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         padded = x.shape[0]
         queries = x.new_empty(padded, heads, dim, dtype=self._dtype)
-        kv = x.new_empty(padded, 2, kv_heads, dim, dtype=arena.dtype)
+        layout, pages = arena.layout, arena.pages
+        kv_dtype = torch.float32 if layout.is_quantised else pages.dtype
+        kv = x.new_empty(padded, 2, kv_heads, dim, dtype=kv_dtype)
         # Padding rows are not attended: they stay zero, hence finite.
         attended = x.new_zeros(padded, heads * dim, dtype=self._dtype)
         query_pieces, kv_pieces = queries.split(batch.pieces), kv.split(batch.pieces)
         attended_pieces = attended.split(batch.pieces)
         written = kv[: batch.num_tokens]
-        layer_rows = 2 * kv_heads * arena.shape[-2]
+        layer_rows = 2 * kv_heads * layout.page_size
         for index, (layer, window) in enumerate(zip(self.layers, config.windows, strict=True)):
             for piece, (cos, sin), q, new in zip(
                 pieces, turns[window], query_pieces, kv_pieces, strict=True
@@ -216,8 +227,19 @@ class Decoder:
                 torch.mul(qk[:, :heads], config.query_scale, out=q)
                 new[:, 0].copy_(qk[:, heads:])
                 new[:, 1].copy_(values)
-            self._kernels.write_pages(written, arena, batch.places, offset=index * layer_rows)
-            self.attention(queries, arena, layer=index, calls=batch.calls[window], out=attended)
+            offset = index * layer_rows
+            if layout.is_quantised:
+                page_values.write(written, pages, batch.places, offset=offset, layout=layout)
+            else:
+                self._kernels.write_pages(written, pages, batch.places, offset=offset)
+            self.attention(
+                queries,
+                pages,
+                layer=index,
+                calls=batch.calls[window],
+                out=attended,
+                codes=layout if layout.is_quantised else None,
+            )
             for piece, seen in zip(pieces, attended_pieces, strict=True):
                 piece.add_(layer.after_attention(seen))
                 piece.add_(layer.feed_forward(piece))

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine.execute.arena import Arena
 from engine.schedule.plan import Row
 
 HEAD_ROWS = 64  # most logits at a time: those of a whole chunk would be hundreds of megabytes
@@ -45,8 +46,16 @@ class Model(Protocol):
         """Of the steps after which no other is slow because it is the first of its kind."""
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+
+    @property
     def head_rows(self) -> int:
         """Most rows of one call of head."""
+
+    def read_from(self, arena: Arena) -> None:
+        """From now on keys and values are written to and read from this one's pages, of the same
+        size in tokens; the arena's memory stays the caller's to keep."""
 
     def forward(self, rows: Sequence[Row]) -> list[int]:
         """Computes all token rows and writes their keys and values; → of each plan row, the token

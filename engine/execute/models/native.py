@@ -50,12 +50,13 @@ class NativeDecoder:
         """tables: by the layers' window. make_attention: torch's, made only if it is
         needed. is_fast: activations have 8 bits, but for the head's. dtype: of torch's products."""
         config = self.config = checkpoint.config
+        self.vocab_size = config.vocab_size
         self.head_rows = max(1, min(HEAD_ROWS, MOST_LOGITS // config.vocab_size))
         self.max_rows = max_rows
         self.tables = tables
         self.context_tokens = context_tokens
         self.attention = None if takes_head_size(config.head_dim) else make_attention()
-        self._library, self._arena = library, arena
+        self._library = library
         self._page_size = arena.layout.page_size
         self._calls: dict[int | None, list[Call]] = {}
         packer = Packer(library)
@@ -64,7 +65,6 @@ class NativeDecoder:
             wiring,
             library,
             packer,
-            arena,
             max_rows=max_rows,
             head_rows=self.head_rows,
             context_tokens=context_tokens,
@@ -84,6 +84,8 @@ class NativeDecoder:
         self._logits = program.logits
         self._best_ids, self._best_values = program.best_ids, program.best_values
         self._kept = program.kept, packer  # what the ops point to
+        self._pages = program.pages
+        self.read_from(arena)
         self._ops = cpu.program([entry for entry in program.entries if not callable(entry)])
         self._body = _slices(program.entries[: program.head_at], 0)
         first = sum(not callable(entry) for entry in program.entries[: program.head_at])
@@ -95,6 +97,12 @@ class NativeDecoder:
         self.runs_ahead = not self.fallbacks and library.threads > 1
         self._looked_at: list[int] | None = None
         progress(1.0)
+
+    def read_from(self, arena: Arena) -> None:
+        """See models.model.Model."""
+        self._pages.be(arena)
+        if self.attention is not None:
+            self.attention.null_page = arena.null_page
 
     def forward(self, rows: Sequence[Row]) -> list[int]:
         """See models.model.Model; the head sees the last tokens of the rows that sample."""
@@ -140,8 +148,8 @@ class NativeDecoder:
 
     def _begin(self, step: NativeStep, rows: Sequence[Row]) -> list[range | Fallback]:
         """What is to be run of this step, the last one from now on."""
-        vocab_size = self.config.vocab_size
-        assert max(step.ids) < vocab_size, f"token {max(step.ids)}, allowed below {vocab_size}"
+        most = max(step.ids)
+        assert most < self.vocab_size, f"token {most}, allowed below {self.vocab_size}"
         if self.attention is not None:
             spans = [
                 Span(first, len(row.token_ids), row.start, row.page_table[0])

@@ -80,6 +80,33 @@ class Activations:
         self._sums[:rows] = sums.view(rows, -1)
 
 
+class PagesInUse:
+    """The arena whose pages a program's ops and callables write and read; it can be changed."""
+
+    def __init__(self) -> None:
+        self.arena: Arena | None = None
+        self.ops: list[list[cpu.Rope | cpu.Attend]] = []  # by layer
+
+    def be(self, arena: Arena) -> None:
+        self.arena = arena
+        for layer, ops in enumerate(self.ops):
+            for op in ops:
+                op.arena = addresses(arena, layer)
+
+
+def addresses(arena: Arena, layer: int) -> cpu.Arena:
+    layout = arena.layout
+    return cpu.Arena(
+        data=arena.pages.data_ptr(),
+        page_stride=layout.page_bytes,
+        layer_offset=layout.layer_bytes * layer,
+        kv_heads=layout.num_kv_heads,
+        page_size=layout.page_size,
+        dim=layout.head_dim,
+        precision=cpu.PRECISIONS.index(layout.precision),
+    )
+
+
 class Program:
     """Ops and callables in their order, and the arrays between them."""
 
@@ -89,7 +116,6 @@ class Program:
         wiring: Wiring,
         library: Library,
         packer: Packer,
-        arena: Arena,
         *,
         max_rows: int,
         head_rows: int,
@@ -104,11 +130,12 @@ class Program:
         config = self._config = checkpoint.config
         self._checkpoint, self._wiring, self._tables = checkpoint, wiring, tables
         self._torch, self._calls = attention, calls
-        self._arena, self._dtype, self._is_fast = arena, dtype, is_fast
+        self._dtype, self._is_fast = dtype, is_fast
         self._packer = packer
         self._tiles: dict[tuple[object, ...], RowTiles] = {}
         self.kept: list[object] = []  # what ops point to; not the checkpoint and its vocabulary
         self.entries: list[Args | Fallback] = []
+        self.pages = PagesInUse()
         self.head_at = 0
         self.precision = "int8" if is_fast else "int16"
         hidden, dim = config.hidden_size, config.head_dim
@@ -317,39 +344,27 @@ class Program:
         return self._tiles[key]
 
     def _attention(self, index: int, at: str, out: Sequence[Part]) -> None:
-        config, layout = self._config, self._arena.layout
+        config = self._config
         window = config.windows[index]
-        layer_values = 2 * layout.num_kv_heads * layout.page_size * layout.head_dim
-        arena = cpu.Arena(
-            data=self._arena.pages.data_ptr(),
-            page_stride=layer_values * layout.num_layers,
-            layer_offset=layer_values * index,
-            kv_heads=layout.num_kv_heads,
-            page_size=layout.page_size,
-            dim=layout.head_dim,
-            is_float=layout.precision == "fp32",
-        )
         gain = head_gain(self._checkpoint, self._wiring, at)
         turns = self._tables[window]
-        self.entries.append(
-            cpu.Rope(
-                qkv=self._qkv.data_ptr(),
-                gain=None if gain is None else self._keep(gain).data_ptr(),
-                cos=turns.cos.data_ptr(),
-                sin=turns.sin.data_ptr(),
-                queries=self._queries.data_ptr(),
-                arena=arena,
-                heads=config.num_heads,
-                eps=config.norm_eps,
-                query_scale=config.query_scale,
-            )
+        rope = cpu.Rope(
+            qkv=self._qkv.data_ptr(),
+            gain=None if gain is None else self._keep(gain).data_ptr(),
+            cos=turns.cos.data_ptr(),
+            sin=turns.sin.data_ptr(),
+            queries=self._queries.data_ptr(),
+            heads=config.num_heads,
+            eps=config.norm_eps,
+            query_scale=config.query_scale,
         )
+        self.entries.append(rope)
+        self.pages.ops.append([rope])
         if self._torch is not None:
             self.entries.append(self._torch_attention(index, window, self._torch, out))
             return
         attend = cpu.Attend(
             queries=self._queries.data_ptr(),
-            arena=arena,
             heads=config.num_heads,
             window=window or 0,
             scratch=self._scratch.data_ptr(),
@@ -358,22 +373,25 @@ class Program:
             **self._attended.targets(out),
         )
         self.entries.append(attend)
+        self.pages.ops[-1].append(attend)
 
     def _torch_attention(
         self, index: int, window: int | None, attention: Attention, out: Sequence[Part]
     ) -> Fallback:
         config, calls, attended = self._config, self._calls, self._attended
         queries = self._queries.view(-1, config.num_heads, config.head_dim)
-        pages, is_packed = self._arena.pages, any(part.packed is not None for part in out)
+        pages, is_packed = self.pages, any(part.packed is not None for part in out)
 
         def attend(step: NativeStep) -> None:
-            rows = step.num_rows
+            rows, arena = step.num_rows, pages.arena
+            assert arena is not None, "pages are known before a step"
             found = attention(
                 queries[:rows].to(attention.dtype),
-                pages,
+                arena.pages,
                 layer=index,
                 calls=calls[window],
                 out=torch.empty(rows, attended.floats.shape[1], dtype=attention.dtype),
+                codes=arena.layout if arena.layout.is_quantised else None,
             )
             attended.floats[:rows] = found
             if is_packed:

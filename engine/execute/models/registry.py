@@ -100,7 +100,7 @@ def build_model(
             for window, turn in turns.items()
         },
         kernels=kernels,
-        arena=arena.pages,
+        arena=arena,
         dtype=dtype,
         device=device,
         progress=weights_progress,

@@ -4,17 +4,22 @@ import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
 from engine.config import ConfigError
+from engine.execute.arena import DTYPES, Arena
 from engine.execute.kernels.cpu import library
 from engine.execute.kernels.cpu.library import Library
 from engine.execute.layers.rotary import Rotary, rotate
+from engine.execute.models.program import addresses
+from engine.store.page_codec import QUANTISED, PageLayout
+from engine.store.quantise import dequantise, quantise
 
 # (heads, kv heads, dim, page size): groups 1, 3, 4, 7 and dims that are no power of two.
 SHAPES = [(3, 3, 16, 16), (9, 3, 64, 64), (4, 1, 48, 16), (7, 1, 128, 128), (4, 2, 256, 64)]
@@ -48,35 +53,54 @@ class Shape:
     dim: int
     page_size: int
     window: int = 0
-    dtype: torch.dtype = torch.bfloat16
+    precision: str = "bf16"
+
+    @property
+    def layout(self) -> PageLayout:
+        return PageLayout(self.precision, LAYERS, self.kv_heads, self.page_size, self.dim)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """keys, values [tokens, kv heads, dim] as the pages hold them; queries [tokens, heads, dim]."""
+    """keys, values [tokens, kv heads, dim] as the pages mean them, and what these hold of them, see
+    Arena.by_token; queries [tokens, heads, dim]."""
 
     keys: Tensor
     values: Tensor
+    stored: tuple[Tensor, ...]  # each [K V, tokens, kv heads, …]
     queries: Tensor
+
+
+def stored_as(precision: str, kv: Tensor) -> tuple[Tensor, ...]:
+    """What pages hold of fp32 keys and values."""
+    if precision in DTYPES:
+        return (kv.to(DTYPES[precision]),)
+    codes, scales = quantise(kv.numpy(), precision)
+    return torch.from_numpy(codes), torch.from_numpy(scales[..., None].view(numpy.uint8))
+
+
+def meaning(precision: str, stored: Sequence[Tensor]) -> Tensor:
+    """fp32; the other way round."""
+    if precision in DTYPES:
+        return stored[0].float()
+    codes, scales = (part.contiguous().numpy() for part in stored)
+    return torch.from_numpy(dequantise(codes, scales.view(numpy.uint16)[..., 0], precision))
 
 
 def random_sequence(shape: Shape, tokens: int, *, seed: int) -> Tokens:
     random = torch.Generator().manual_seed(seed)
-    kv = torch.randn(2, tokens, shape.kv_heads, shape.dim, generator=random).to(shape.dtype)
+    kv = torch.randn(2, tokens, shape.kv_heads, shape.dim, generator=random)
+    stored = stored_as(shape.precision, kv)
+    meant = meaning(shape.precision, stored)
     queries = torch.randn(tokens, shape.heads, shape.dim, generator=random)
-    return Tokens(kv[0], kv[1], queries * (2.0 / math.sqrt(shape.dim)))
+    return Tokens(meant[0], meant[1], stored, queries * (2.0 / math.sqrt(shape.dim)))
 
 
-def addresses(arena: Tensor, shape: Shape) -> library.Arena:
-    return library.Arena(
-        data=arena.data_ptr(),
-        page_stride=arena[0].numel(),
-        layer_offset=LAYER * arena[0, 0].numel(),
-        kv_heads=shape.kv_heads,
-        page_size=shape.page_size,
-        dim=shape.dim,
-        is_float=arena.dtype == torch.float32,
-    )
+def poisoned(shape: Shape, num_pages: int) -> Arena:
+    """All its bytes are 255: NaN in every precision, and a NaN scale."""
+    arena = Arena(shape.layout, num_pages, device=torch.device("cpu"))
+    arena.pages.view(torch.uint8).fill_(255)
+    return arena
 
 
 def attend(
@@ -93,9 +117,7 @@ def attend(
     size = shape.page_size
     tables = [-(-(start + rows) // size) for _, start, rows in spans]
     scattered = torch.randperm(sum(tables) + 1, generator=torch.Generator().manual_seed(9))
-    arena = torch.full(
-        (sum(tables) + 1, LAYERS, 2, shape.kv_heads, size, shape.dim), math.nan, dtype=shape.dtype
-    )
+    arena = poisoned(shape, sum(tables) + 1)
     pages, places, first_row = [], [], 0
     for (sequence, start, rows), count in zip(spans, tables, strict=True):
         places.append(library.Span(first_row, rows, start, len(pages)))
@@ -103,13 +125,12 @@ def attend(
         own = scattered[:count].tolist()
         scattered = scattered[count:]
         seen = max(0, start - shape.window + 1) if shape.window else 0
-        for side, of in enumerate((sequence.keys, sequence.values)):
-            for index, page in enumerate(own):
-                begin = max(index * size, seen)
-                tokens = of[begin : min((index + 1) * size, start + rows)]
-                at = begin - index * size
-                if len(tokens):
-                    arena[page, LAYER, side, :, at : at + len(tokens)] = tokens.transpose(0, 1)
+        for index, page in enumerate(own):
+            begin, stop = max(index * size, seen), min((index + 1) * size, start + rows)
+            at = slice(begin - index * size, stop - index * size)
+            for held, part in zip(arena.by_token, sequence.stored, strict=True):
+                if begin < stop:
+                    held[page, LAYER, :, :, at] = part[:, begin:stop].transpose(1, 2)
         # A page before the window may be someone else's by now.
         pages += [page if (i + 1) * size > seen else 10**9 for i, page in enumerate(own)]
         pages += [10**9]
@@ -130,7 +151,7 @@ def attend(
     )
     op = library.Attend(
         queries=queries.data_ptr(),
-        arena=addresses(arena, shape),
+        arena=addresses(arena, LAYER),
         out=out.data_ptr() if is_wanted else None,
         quants=ctypes.pointer(quants) if quants else None,
         scratch=scratch.data_ptr(),
@@ -158,34 +179,38 @@ def plain(shape: Shape, sequence: Tokens, start: int, rows: int) -> Tensor:
     return torch.einsum("hrk,khd->rhd", weights, values)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [0, 40, 300])
+@pytest.mark.parametrize(
+    ("precision", "window"),
+    [*product(("fp32", "bf16"), (0, 40, 300)), ("int8", 0), ("int8", 40), ("fp8", 0), ("fp8", 300)],
+)
 @pytest.mark.parametrize("sizes", SHAPES)
 def test_attend_equals_plain_softmax(
-    kernels: Library, sizes: tuple[int, int, int, int], window: int, dtype: torch.dtype
+    kernels: Library, sizes: tuple[int, int, int, int], window: int, precision: str
 ) -> None:
-    """Decode rows and chunks in one step. Both dtypes are read exactly; bf16 instructions round
+    """Decode rows and chunks in one step. All precisions are read exactly; bf16 instructions round
     queries and weights, as plain bf16 attention does."""
-    shape = Shape(*sizes, window=window, dtype=dtype)
+    shape = Shape(*sizes, window=window, precision=precision)
     spans = [
         (random_sequence(shape, start + rows, seed=seed), start, rows)
         for seed, (start, rows) in enumerate(DECODES + CHUNKS)
     ]
     found = attend(kernels, shape, spans)
     expected = torch.cat([plain(shape, *span) for span in spans])
-    is_rounded = kernels.isa == "avx512_bf16" and dtype == torch.bfloat16
+    is_rounded = kernels.isa == "avx512_bf16" and precision != "fp32"
     assert_close(found.double(), expected, atol=2e-2 if is_rounded else 1e-5, rtol=0)
     if is_rounded:
         assert (found.double() - expected).std() < 2e-3
 
 
-@pytest.mark.parametrize("window", [0, 20, 300])
+@pytest.mark.parametrize(
+    ("precision", "window"), [("bf16", 0), ("bf16", 20), ("bf16", 300), ("int8", 300), ("fp8", 0)]
+)
 @pytest.mark.parametrize("sizes", [(3, 3, 16, 16), (9, 3, 64, 64), (7, 1, 48, 128)])
 def test_rows_do_not_depend_on_company(
-    isa: str, sizes: tuple[int, int, int, int], window: int
+    isa: str, sizes: tuple[int, int, int, int], window: int, precision: str
 ) -> None:
     """Whole, chunked, one by one, in a batch, on one thread, unsplit: the same bits."""
-    shape = Shape(*sizes, window=window)
+    shape = Shape(*sizes, window=window, precision=precision)
     tokens = 600
     sequence = random_sequence(shape, tokens, seed=1)
     other = random_sequence(shape, 1500, seed=2)
@@ -246,7 +271,7 @@ def test_attend_quantises_whole_rows(kernels: Library, is_fast: bool) -> None:
         assert torch.equal(part, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("precision", library.PRECISIONS)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "page_size"), [(9, 3, 64, 64), (4, 1, 256, 16), (3, 3, 10, 16)]
 )
@@ -258,7 +283,7 @@ def test_rope_equals_rotary(
     dim: int,
     page_size: int,
     is_normed: bool,
-    dtype: torch.dtype,
+    precision: str,
 ) -> None:
     """Without norms bit for bit: plain products and sums in both."""
     random = torch.Generator().manual_seed(5)
@@ -275,7 +300,8 @@ def test_rope_equals_rotary(
         turned = torch.nn.functional.rms_norm(turned, (dim,), eps=eps) * gain
     expected = rotate(turned, *tables.at(positions))
 
-    arena = torch.full((num_pages, LAYERS, 2, kv_heads, page_size, dim), -7.0, dtype=dtype)
+    shape = Shape(heads, kv_heads, dim, page_size, precision=precision)
+    arena = poisoned(shape, num_pages)
     queries = torch.zeros(rows, heads, dim)
     cos, sin = angles.cos(), angles.sin()
     position_array, page_array = positions.int(), pages.int()
@@ -288,21 +314,63 @@ def test_rope_equals_rotary(
         cos=cos.data_ptr(),
         sin=sin.data_ptr(),
         queries=queries.data_ptr(),
-        arena=addresses(arena, Shape(heads, kv_heads, dim, page_size)),
+        arena=addresses(arena, LAYER),
         heads=heads,
         eps=eps,
         query_scale=scale,
     )
     kernels.run(library.program([op]), step)
 
-    at = (pages, slice(LAYER, LAYER + 1), slice(None), slice(None), positions % page_size)
-    written = arena[at].reshape(rows, 2, kv_heads, dim)
-    atol = 2e-6 if is_normed else 0.0
-    assert_close(queries, expected[:, :heads] * scale, atol=atol, rtol=0)
-    keys = expected[:, heads:]
-    if dtype == torch.bfloat16 and is_normed:  # a rounding may fall to the other side
-        assert_close(written[:, 0].float(), keys, atol=0, rtol=2**-8)
-    else:
-        assert_close(written[:, 0], keys.to(dtype), atol=atol, rtol=0)
-    assert torch.equal(written[:, 1], qkv[:, heads + kv_heads :].to(dtype))
-    assert int((arena != -7.0).sum()) == rows * 2 * kv_heads * dim, "nothing else is written"
+    assert_close(queries, expected[:, :heads] * scale, atol=2e-6 if is_normed else 0.0, rtol=0)
+    kv = torch.stack((expected[:, heads:], qkv[:, heads + kv_heads :]))
+    stored = stored_as(precision, kv)
+    at = (pages, LAYER, slice(None), slice(None), positions % page_size)
+    found = [held[at].transpose(0, 1) for held in arena.by_token]
+    if is_normed:  # a rounding may fall to the other side
+        keys, wanted = meaning(precision, found)[0], meaning(precision, stored)[0]
+        largest = wanted.abs().amax(-1, keepdim=True)
+        step = {"fp32": 0, "bf16": 2**-8, "int8": 1 / 126, "fp8": 2**-4}[precision] * largest
+        assert ((keys - wanted).abs() <= 1.02 * step + 2e-6).all()
+        found, stored = [part[1:] for part in found], tuple(part[1:] for part in stored)
+    for part, wanted in zip(found, stored, strict=True):
+        assert torch.equal(part, wanted)
+    for held in arena.by_token:
+        held.view(torch.uint8)[at] = 255
+    assert bool((arena.pages.view(torch.uint8) == 255).all()), "nothing else is written"
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+@pytest.mark.parametrize("dim", [10, 64])
+def test_codes_of_any_size_are_those_of_the_formula(
+    kernels: Library, dim: int, precision: str
+) -> None:
+    """Of values, which nothing turns: subnormal to nearly infinite, some zero, some no numbers."""
+    random = torch.Generator().manual_seed(6)
+    rows, kv_heads = 64, 2
+    qkv = torch.randn(rows, 3, kv_heads, dim, generator=random)
+    qkv *= 10 ** (torch.rand(rows, 1, 1, 1, generator=random) * 83 - 45)
+    qkv *= 10 ** (-4 * torch.rand(rows, 1, 1, dim, generator=random))
+    qkv[:3] = 0
+    qkv[3, :, 1, 5], qkv[4, :, 0, 0], qkv[5, :, 0, dim - 1] = math.nan, math.inf, -math.inf
+    qkv[6], qkv[7] = torch.finfo().max, -torch.finfo().smallest_normal
+    shape = Shape(kv_heads, kv_heads, dim, 64, precision=precision)
+    arena = poisoned(shape, 1)
+    turns = torch.ones(rows, dim // 2), torch.zeros(rows, dim // 2)
+    positions, pages = torch.arange(rows).int(), torch.zeros(rows).int()
+    queries = torch.zeros(rows, kv_heads, dim)
+    step = library.Step(rows=rows, positions=positions.data_ptr(), slots_page=pages.data_ptr())
+    op = library.Rope(
+        qkv=qkv.data_ptr(),
+        cos=turns[0].data_ptr(),
+        sin=turns[1].data_ptr(),
+        queries=queries.data_ptr(),
+        arena=addresses(arena, LAYER),
+        heads=kv_heads,
+        query_scale=1,
+    )
+    kernels.run(library.program([op]), step)
+    for held, wanted in zip(arena.by_token, stored_as(precision, qkv[:, 2]), strict=True):
+        assert torch.equal(held[0, LAYER, 1].transpose(0, 1), wanted)
+    scales = arena.by_token[1].view(torch.bfloat16)[0, LAYER, 1]
+    assert bool((scales[:, :3] == 0).all())
+    assert scales[:, 3:6].isnan().nonzero()[:, :2].tolist() == [[0, 1], [0, 2], [1, 0]]

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.execute.layers import activation
+from engine.execute.arena import Arena
+from engine.execute.layers import activation, page_values
 from engine.execute.layers.attention import Attention, Span, key_tiles
 from engine.execute.layers.linear import Linear
 from engine.execute.layers.norm import RmsNorm
@@ -25,6 +26,7 @@ from engine.execute.layers.rotary import (
 )
 from engine.execute.layers.row_tiles import RowTiles, admit
 from engine.execute.weights import RopeScaling
+from engine.store.page_codec import QUANTISED, PageLayout
 
 CPU = torch.device("cpu")
 TOLERANCES = [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)]
@@ -255,6 +257,34 @@ def test_paged_attention_equals_the_formula(
         torch.testing.assert_close(
             out[rows].float().view(-1, heads, dim), expected, atol=atol, rtol=atol
         )
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+@pytest.mark.parametrize("window", [None, 40])
+def test_attention_over_codes_is_that_over_what_they_mean(
+    window: int | None, precision: str
+) -> None:
+    kv_heads, page_size, dim = 2, 16, 12
+    attention = make_attention(6, kv_heads, dim, page_size, torch.float32)
+    torch.manual_seed(1)
+    layout = PageLayout(precision, 2, kv_heads, page_size, dim)
+    codes = Arena(layout, attention.null_page, device=CPU)
+    values = torch.randn(attention.null_page, 2, 2, kv_heads, page_size, dim)
+    for held, part in zip(codes.by_token, page_values.quantise(values, precision), strict=True):
+        held[:-1] = part.view(torch.uint8).view(*held[:-1].shape)
+    meant = page_values.dequantise(codes.pages.flatten(0, 3), layout)
+    spans = [Span(0, 1, 4, [3]), Span(1, 1, 40, [7, 1, 9]), Span(2, 37, 20, [11, 12, 30, 31])]
+    queries = torch.randn(39, 6, dim)
+    calls = attention.plan(spans, window)
+    found, expected = (
+        attention(queries, pages, layer=1, calls=calls, out=torch.zeros(39, 6 * dim), codes=of)
+        for pages, of in (
+            (codes.pages, layout),
+            (meant.view(attention.null_page + 1, 2, 2, kv_heads, page_size, dim), None),
+        )
+    )
+    assert found.any()
+    assert torch.equal(found, expected)
 
 
 def test_key_lengths_are_a_coarse_grid_of_64_key_tiles() -> None:

@@ -42,12 +42,26 @@ struct Step {
   const int32_t* last;       // [num_last] rows whose logits are wanted
 };
 
-struct Arena {  // [page][layer][K,V][kv head][token][dim]
-  void* data;
-  int64_t page_stride;  // elements from page to page
-  int64_t layer_offset; // elements from a page's start to this layer's keys
-  int32_t kv_heads, page_size, dim, is_float;  // is_float: fp32, else bf16
+enum Precision : int32_t { BF16, FP32, INT8, FP8 };  // of pages
+
+struct Arena {  // [page][layer][K,V][kv head][token][dim]; a head's codes are followed by its scales
+  uint8_t* data;
+  int64_t page_stride;  // bytes from page to page
+  int64_t layer_offset; // bytes from a page's start to this layer's keys
+  int32_t kv_heads, page_size, dim, precision;
 };
+
+static inline int code_bytes(int32_t precision) {
+  return precision == FP32 ? 4 : precision == BF16 ? 2 : 1;
+}
+
+// Of a head in a page: [token][dim] codes, then, of quantised ones, a bf16 scale each token.
+static inline int64_t codes_bytes(const Arena& of) {
+  return (int64_t)of.page_size * of.dim * code_bytes(of.precision);
+}
+static inline int64_t head_bytes(const Arena& of) {
+  return codes_bytes(of) + (code_bytes(of.precision) == 1 ? 2 * of.page_size : 0);
+}
 
 struct Embed { const Packed* table; float* out; float scale; };  // out [rows][k]
 

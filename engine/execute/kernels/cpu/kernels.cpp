@@ -559,6 +559,7 @@ struct Run {  // sixteen keys and values [dim] of a page, of which begin … end
   const char* keys;
   const char* values;
   int begin, end;
+  const uint16_t *key_scales, *value_scales;  // bf16, of quantised ones
 };
 
 struct Ahead {  // keys and values that come next, fetched line by line between other work
@@ -576,11 +577,17 @@ struct Ahead {  // keys and values that come next, fetched line by line between 
 
 // What a lane multiplies at a time, a term, is a number as fp32; with bf16 instructions, and bf16
 // pages, it is a pair of bf16 numbers: both products are added to its fp32 sum. `Element` is a
-// page's, or Pair for terms that are pairs already.
+// page's, or Pair for terms that are pairs already. Codes of quantised pages are exact in either.
 
 struct Pair { uint16_t numbers[2]; };
+struct Int8 { int8_t bits; };
+struct Fp8 { int8_t bits; };  // E4M3 (Micikevicius et al., 2022): 1 sign, 4 exponent, 3 mantissa
+template <class Element>
+constexpr bool IS_CODE = sizeof(Element) == 1;  // value = code × its token's scale
 template <class Element>
 constexpr int TERM = KAGARI_ISA == 3 && !std::is_same_v<Element, float> ? 2 : 1;  // numbers of one
+template <class Element>
+constexpr int SPLIT = 4 / sizeof(Element) / TERM<Element>;  // terms of a dword of page elements
 template <class Element>
 using Term = std::conditional_t<TERM<Element> == 2, Pair, float>;
 
@@ -615,12 +622,56 @@ inline LaneInts widened(const uint16_t* at) {
 #endif
 }
 
+inline LaneInts widened(const int8_t* at) {
+#if KAGARI_ISA >= 2
+  return (LaneInts)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at));
+#elif KAGARI_ISA == 1
+  return (LaneInts)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at));
+#else
+  int32_t four;
+  memcpy(&four, at, sizeof four);
+  __m128i bytes = _mm_cvtsi32_si128(four);
+  bytes = _mm_unpacklo_epi8(bytes, bytes);
+  return (LaneInts)_mm_srai_epi32(_mm_unpacklo_epi16(bytes, bytes), 24);
+#endif
+}
+
+// What codes with their sign extended mean.
+inline Lanes decoded(LaneInts code, Int8) { return __builtin_convertvector(code, Lanes); }
+inline Lanes decoded(LaneInts code, Fp8) {
+  // The exponent's 4 bits become 8; the product moves their bias from 7 to 127, subnormals' too.
+  return (Lanes)((code << 20) & (int32_t)0x87f00000) * 0x1p120f;
+}
+
+inline Lanes joined(Lanes first, Lanes second) {  // fp32 that is exact in bf16 → pairs
+  return (Lanes)(((LaneInts)first >> 16 & 0xffff) | (LaneInts)second);
+}
+
 // Terms of LANES columns: of a row, or of it and the next.
 inline Lanes terms(const float* at, int64_t) { return lanes(at); }
 inline Lanes terms(const Pair* at, int64_t) { return *reinterpret_cast<const Lanes*>(at); }
 inline Lanes terms(const uint16_t* at, int64_t stride) {
   if constexpr (TERM<uint16_t> == 1) return (Lanes)(widened(at) << 16);
   else return (Lanes)(widened(at) | widened(at + stride) << 16);
+}
+template <class Code>
+inline Lanes terms(const Code* at, int64_t stride) {
+  const Lanes row = decoded(widened(&at->bits), Code{});
+  if constexpr (TERM<Code> == 1) return row;
+  else return joined(row, decoded(widened(&at[stride].bits), Code{}));
+}
+
+// One of the terms that dwords of page elements hold.
+inline Lanes term_of(LaneInts dword, int, float) { return (Lanes)dword; }
+inline Lanes term_of(LaneInts dword, int which, uint16_t) {
+  if constexpr (TERM<uint16_t> == 2) return (Lanes)dword;
+  return (Lanes)(which ? dword & (int32_t)0xffff0000 : dword << 16);
+}
+template <class Code>
+inline Lanes term_of(LaneInts dword, int which, Code code) {
+  const auto byte = [=](int i) { return decoded((dword << (24 - 8 * i)) >> 24, code); };
+  if constexpr (TERM<Code> == 1) return byte(which);
+  else return joined(byte(2 * which), byte(2 * which + 1));
 }
 
 // c [rows][columns] = c × scales (0 if null) + a [rows][depth] · b [depth][columns], ascending;
@@ -629,7 +680,7 @@ template <int ROWS, int COLUMNS, class Element>
 inline void multiply_tile(const float* a, int64_t a_stride, const Element* b, int64_t b_stride,
                           float* c, int64_t c_stride, const float* scales, int depth,
                           Ahead ahead) {
-  constexpr int STEP = sizeof(Element) == 2 ? TERM<Element> : 1;
+  constexpr int STEP = sizeof(Element) < 4 ? TERM<Element> : 1;
   Lanes sums[ROWS][COLUMNS] = {};
   if (scales)
 #pragma GCC unroll 8
@@ -638,8 +689,8 @@ inline void multiply_tile(const float* a, int64_t a_stride, const Element* b, in
       for (int j = 0; j < COLUMNS; j++)
         sums[r][j] = lanes(c + r * c_stride + j * LANES) * scales[r];
   for (int d = 0; d < depth; d++, b += STEP * b_stride) {
-    for (int i = 0; sizeof(Element) == 2 && i < STEP; i++)
-      ahead.fetch((d * STEP + i) * COLUMNS * LANES);
+    for (int i = 0; sizeof(Element) < 4 && i < STEP; i++)
+      ahead.fetch((d * STEP + i) * COLUMNS * LANES * (int)sizeof(Element) / 2);
     Lanes column[COLUMNS];
 #pragma GCC unroll 8
     for (int j = 0; j < COLUMNS; j++) column[j] = terms(b + j * LANES, b_stride);
@@ -657,7 +708,7 @@ inline void multiply_tile(const float* a, int64_t a_stride, const Element* b, in
     for (int j = 0; j < COLUMNS; j++) lanes(c + r * c_stride + j * LANES) = sums[r][j];
 }
 
-// With page elements of 2 bytes also fetches as many bytes of what is ahead as numbers of b.
+// With page elements of 1 or 2 bytes also fetches what is ahead, half as many bytes as b has.
 template <int ROWS, class Element>
 void multiply(int rows, const float* a, int64_t a_stride, const Element* b, int columns, float* c,
               int64_t c_stride, const float* scales, int depth, Ahead ahead) {
@@ -666,7 +717,7 @@ void multiply(int rows, const float* a, int64_t a_stride, const Element* b, int 
       multiply<ROWS - 1>(rows, a, a_stride, b, columns, c, c_stride, scales, depth, ahead);
     return;
   }
-  const int lines = depth * TERM<Element>;
+  const int lines = depth * TERM<Element> * sizeof(Element) / 2;  // bytes ahead of a column of b
   int at = 0;
   for (; at + TILE_COLUMNS * LANES <= columns; at += TILE_COLUMNS * LANES)
     multiply_tile<ROWS, TILE_COLUMNS>(a, a_stride, b + at, columns, c + at, c_stride, scales, depth,
@@ -685,6 +736,7 @@ struct Workspace {  // a thread's own; a state: weighted values [dim], highest s
   float stretch[BLOCK_ROWS * (MAX_DIM + 16)]; // states
   float merged[BLOCK_ROWS * (MAX_DIM + 16)];  // states
   float copy[16 * MAX_DIM];                   // of a run some of which must not be read
+  float key_scales[KEY_TILE], value_scales[KEY_TILE];  // of codes
 };
 static __thread Workspace workspace __attribute__((aligned(64)));
 
@@ -710,16 +762,62 @@ inline void turn_head(const float* in, const float* gain, float eps, const float
   }
 }
 
-inline void write_slot(const Arena& arena, int64_t element, const float* from) {
-  typedef uint32_t Bits __attribute__((may_alias));
-  if (arena.is_float) {
-    memcpy(static_cast<float*>(arena.data) + element, from, 4 * arena.dim);
+inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+// To nearest, ties to even. |value| ≤ 127.
+inline int8_t to_int8(float value) {
+  return bits_of(value + 12582912.f) - 0x4b400000;  // 1.5 × 2²³: an integer in the lowest bits
+}
+
+// To nearest, ties to even. |value| ≤ 448, the largest.
+inline uint8_t to_fp8(float value) {
+  const uint32_t bits = bits_of(value), size = bits & 0x7fffffff;
+  const uint32_t normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
+  const uint32_t subnormal = bits_of(__builtin_fabsf(value) + 0x1p14f) - 0x46800000;  // × 2⁹
+  return (bits >> 24 & 0x80) | (size < 0x3c800000 ? subnormal : normal);  // below 2⁻⁶
+}
+
+// A token's key or value as codes under one scale, its largest ÷ the largest code, rounded up: no
+// code is clipped. The scale is NaN if a number is none.
+inline void write_codes(const Arena& arena, uint8_t* to, uint16_t* scale_to, const float* from) {
+  const int dim = arena.dim;
+  uint32_t largest = 0;  // by its bits: a NaN is larger than infinity
+  for (int i = 0; i < dim; i++) {
+    const uint32_t size = bits_of(from[i]) & 0x7fffffff;
+    largest = size > largest ? size : largest;
+  }
+  float scale;
+  memcpy(&scale, &largest, sizeof scale);
+  const bool is_sane = largest < 0x7f800000;
+  const uint32_t bits = (bits_of(scale / (arena.precision == FP8 ? 448 : 127)) + 0xffff) >> 16;
+  *scale_to = is_sane ? bits : 0x7fc0;
+  if (!is_sane || !bits) {
+    memset(to, 0, dim);
     return;
   }
-  uint16_t* to = static_cast<uint16_t*>(arena.data) + element;
-  for (int i = 0; i < arena.dim; i++) {  // to nearest, ties to even
-    const uint32_t bits = reinterpret_cast<const Bits*>(from)[i];
-    to[i] = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const uint32_t rounded = bits << 16;
+  memcpy(&scale, &rounded, sizeof scale);
+  if (arena.precision == FP8) for (int i = 0; i < dim; i++) to[i] = to_fp8(from[i] / scale);
+  else for (int i = 0; i < dim; i++) to[i] = to_int8(from[i] / scale);
+}
+
+// A token's key or value [dim] to its place among a head's in a page.
+inline void write_slot(const Arena& arena, uint8_t* head, int64_t token, const float* from) {
+  uint8_t* const to = head + token * arena.dim * code_bytes(arena.precision);
+  if (arena.precision == FP32) {
+    memcpy(to, from, 4 * arena.dim);
+  } else if (arena.precision == BF16) {
+    for (int i = 0; i < arena.dim; i++) {  // to nearest, ties to even
+      const uint32_t bits = bits_of(from[i]);
+      reinterpret_cast<uint16_t*>(to)[i] = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    }
+  } else {
+    uint16_t* const scales = reinterpret_cast<uint16_t*>(head + codes_bytes(arena));
+    write_codes(arena, to, scales + token, from);
   }
 }
 
@@ -731,8 +829,7 @@ void run_rope(const void* args, const Step* step) {
     float* const key = workspace.queries;
     for (int64_t row = begin; row < end; row++) {
       const int64_t position = step->positions[row];
-      int64_t slot = step->slots_page[row] * arena.page_stride + arena.layer_offset +
-                     position % arena.page_size * dim;
+      uint8_t* head = arena.data + step->slots_page[row] * arena.page_stride + arena.layer_offset;
       for (int h = 0; h < turned + arena.kv_heads; h++) {
         const float* in = rope.qkv + (row * (turned + arena.kv_heads) + h) * dim;
         float* query = rope.queries + (row * rope.heads + h) * dim;
@@ -741,8 +838,9 @@ void run_rope(const void* args, const Step* step) {
                     rope.cos + position * half, rope.sin + position * half,
                     h < rope.heads ? rope.query_scale : 1, dim, h < rope.heads ? query : key);
         if (h < rope.heads) continue;
-        write_slot(arena, slot, h < turned ? key : in);  // keys, then values follow each other
-        slot += (int64_t)arena.page_size * dim;
+        // Keys, then values follow each other.
+        write_slot(arena, head, position % arena.page_size, h < turned ? key : in);
+        head += head_bytes(arena);
       }
     }
   });
@@ -771,11 +869,6 @@ inline Turned turn_rows(const int32_t* rows, int dwords, int first) {
            (LaneInts)WIDE(unpacklo_epi64)(b, d), (LaneInts)WIDE(unpackhi_epi64)(b, d)}};
 }
 
-inline Lanes low_half(LaneInts pair) { return reinterpret_cast<Lanes>(pair << 16); }
-inline Lanes high_half(LaneInts pair) {
-  return reinterpret_cast<Lanes>(pair & (int32_t)0xffff0000);
-}
-
 // Scores of LANES keys [dim] for a few queries [dim]: what `multiply` gives, but no copy of keys.
 template <int ROWS, class Element>
 void score_keys(int rows, const float* queries, const int32_t* keys, int dwords, float* scores,
@@ -785,23 +878,19 @@ void score_keys(int rows, const float* queries, const int32_t* keys, int dwords,
       score_keys<ROWS - 1, Element>(rows, queries, keys, dwords, scores, ahead);
     return;
   }
-  constexpr int SPLIT = sizeof(Element) == 2 ? 3 - TERM<Element> : 1;  // terms of a dword
   Lanes sums[ROWS] = {};
   for (int first = 0; first < dwords; first += 4) {
     for (int i = 0; i < 8 * LANES; i += 64) ahead.fetch(2 * first * LANES + i);
     const Turned turned = turn_rows(keys, dwords, first);
-    auto add = [&](int d, Lanes column) {
-#pragma GCC unroll 8
-      for (int r = 0; r < ROWS; r++)
-        sums[r] = add_products<Element>(spread(queries[r * SPLIT * dwords + d]), column, sums[r]);
-    };
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-      if (SPLIT == 1) {
-        add(first + i, (Lanes)turned.dword[i]);
-      } else {
-        add(2 * (first + i), low_half(turned.dword[i]));
-        add(2 * (first + i) + 1, high_half(turned.dword[i]));
+#pragma GCC unroll 4
+      for (int j = 0; j < SPLIT<Element>; j++) {
+        const Lanes column = term_of(turned.dword[i], j, Element{});
+        const float* query = queries + (first + i) * SPLIT<Element> + j;
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++, query += SPLIT<Element> * dwords)
+          sums[r] = add_products<Element>(spread(*query), column, sums[r]);
       }
     }
   }
@@ -811,15 +900,18 @@ void score_keys(int rows, const float* queries, const int32_t* keys, int dwords,
 
 inline Run find_run(const Arena& arena, const int32_t* pages, int kv_head, int key, int first,
                     int last) {
-  const int row = arena.dim * (arena.is_float ? 4 : 2);
-  Run run = {nullptr, nullptr, key < first ? first - key : 0, 16};
+  Run run = {nullptr, nullptr, key < first ? first - key : 0, 16, nullptr, nullptr};
   if (key + 15 > last) run.end = last - key + 1;
   if (run.begin >= run.end) return run;
-  const int64_t page = pages[key / arena.page_size], head = (int64_t)arena.page_size * row;
-  run.keys = static_cast<const char*>(arena.data) + kv_head * head +
-             key % arena.page_size * (int64_t)row +
-             (page * arena.page_stride + arena.layer_offset) * (arena.is_float ? 4 : 2);
-  run.values = run.keys + arena.kv_heads * head;
+  const int64_t page = pages[key / arena.page_size], token = key % arena.page_size;
+  const uint8_t* const keys =
+      arena.data + page * arena.page_stride + arena.layer_offset + kv_head * head_bytes(arena);
+  const uint8_t* const values = keys + arena.kv_heads * head_bytes(arena);
+  const int64_t at = token * arena.dim * code_bytes(arena.precision);
+  run.keys = reinterpret_cast<const char*>(keys + at);
+  run.values = reinterpret_cast<const char*>(values + at);
+  run.key_scales = reinterpret_cast<const uint16_t*>(keys + codes_bytes(arena)) + token;
+  run.value_scales = reinterpret_cast<const uint16_t*>(values + codes_bytes(arena)) + token;
   return run;
 }
 
@@ -840,13 +932,12 @@ inline const Element* whole(const Run& run, const char* from, int dim, float* co
 // not be read.
 template <class Element>
 void load_tile(const Run* runs, int dim, Workspace& work) {
-  constexpr int SPLIT = sizeof(Element) == 2 ? 3 - TERM<Element> : 1;  // terms of a dword
   const int dwords = dim * sizeof(Element) / 4;
   for (int at = 0; at < KEY_TILE; at += 16) {
     const Run& run = runs[at / 16];
     float* to = work.values + at / TERM<Element> * dim;
     if (run.begin >= run.end) {
-      for (int d = 0; d < SPLIT * dwords; d++) memset(work.keys + d * KEY_TILE + at, 0, 64);
+      for (int d = 0; d < dim / TERM<Element>; d++) memset(work.keys + d * KEY_TILE + at, 0, 64);
       memset(to, 0, 64 / TERM<Element> * dim);
       continue;
     }
@@ -855,11 +946,12 @@ void load_tile(const Run* runs, int dim, Workspace& work) {
       for (int first = 0; first < dwords; first += 4) {
         const Turned turned =
             turn_rows(reinterpret_cast<const int32_t*>(keys + i * dim), dwords, first);
+#pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
-          const LaneInts dword = turned.dword[j];
-          float* to = work.keys + (first + j) * SPLIT * KEY_TILE + at + i;
-          lanes(to) = SPLIT == 1 ? (Lanes)dword : low_half(dword);
-          if (SPLIT == 2) lanes(to + KEY_TILE) = high_half(dword);
+          float* to = work.keys + (first + j) * SPLIT<Element> * KEY_TILE + at + i;
+#pragma GCC unroll 4
+          for (int which = 0; which < SPLIT<Element>; which++, to += KEY_TILE)
+            lanes(to) = term_of(turned.dword[j], which, Element{});
         }
       }
     }
@@ -867,6 +959,29 @@ void load_tile(const Run* runs, int dim, Workspace& work) {
     for (int row = 0; row < 16; row += TERM<Element>)
       for (int d = 0; d < dim; d += LANES, to += LANES)
         lanes(to) = terms(values + row * dim + d, dim);
+  }
+}
+
+// A tile's scales as fp32, 0 where a run must not be read.
+inline void load_scales(const Run* runs, Workspace& work) {
+  for (int at = 0; at < KEY_TILE; at += 16) {
+    const Run& run = runs[at / 16];
+    float *const keys = work.key_scales + at, *const values = work.value_scales + at;
+    if (run.begin == 0 && run.end == 16) {
+      for (int i = 0; i < 16; i += LANES) {
+        lanes(keys + i) = (Lanes)(widened(run.key_scales + i) << 16);
+        lanes(values + i) = (Lanes)(widened(run.value_scales + i) << 16);
+      }
+      continue;
+    }
+    memset(keys, 0, 64);
+    memset(values, 0, 64);
+    for (int i = run.begin; i < run.end; i++) {
+      const uint32_t key = (uint32_t)run.key_scales[i] << 16;
+      const uint32_t value = (uint32_t)run.value_scales[i] << 16;
+      memcpy(keys + i, &key, sizeof key);
+      memcpy(values + i, &value, sizeof value);
+    }
   }
 }
 
@@ -911,12 +1026,15 @@ struct Rows {  // what a work item attends with: the block's rows of one kv head
   int dim, group, count, start, window;  // start: the first token's position
 };
 
-// Scores of rows first … first + count - 1 → weights; shrinks: what their earlier sums become.
+// Scores of rows first … first + count - 1 → weights; shrinks: what their earlier sums become. Over
+// codes: sums → scores, and the weights are those of the values' codes.
 template <class Element>
 void soften(const Rows& of, int tile, int first, int count, Workspace& work, float* shrinks) {
   float best[16] = {}, before[16] = {};
   for (int i = 0; i < count; i++) {
     float* const scores = work.scores + i * KEY_TILE;
+    for (int j = 0; IS_CODE<Element> && j < KEY_TILE; j += LANES)
+      lanes(scores + j) *= lanes(work.key_scales + j);
     const int position = of.start + (first + i) / of.group;
     const int begin = first_seen(of.window, position) - tile * KEY_TILE;
     const int end = position - tile * KEY_TILE;
@@ -938,7 +1056,7 @@ void soften(const Rows& of, int tile, int first, int count, Workspace& work, flo
     Lanes sum = {};
     for (int j = 0; j < KEY_TILE; j += LANES) {
       const Lanes weight = power_of_two(lanes(scores + j) - best[i]);
-      put<Element>(scores, j, weight);
+      put<Element>(scores, j, IS_CODE<Element> ? weight * lanes(work.value_scales + j) : weight);
       sum += weight;
     }
     float* const weights = work.weights + (first + i) * LANES;
@@ -957,6 +1075,7 @@ void attend_many(const Rows& of, int tile, const Run* runs, Workspace& work) {
   const auto values = reinterpret_cast<const Term<Element>*>(work.values);
   float shrinks[TILE_ROWS];
   load_tile<Element>(runs, dim, work);
+  if (IS_CODE<Element>) load_scales(runs, work);
   for (int r = 0; r < of.count; r += TILE_ROWS) {
     const int count = of.count - r < TILE_ROWS ? of.count - r : TILE_ROWS;
     const int seen = of.start + (r + count - 1) / of.group - first_key + 1;
@@ -986,6 +1105,7 @@ void attend_few(const Rows& of, int tile, const Run* runs, const Ahead* ahead, W
           of.count, work.queries, reinterpret_cast<const int32_t*>(keys + i * dim), dwords,
           work.scores + 16 * g + i, ahead[g].from(2 * i * dwords));
   }
+  if (IS_CODE<Element>) load_scales(runs, work);
   float scales[2][TILE_ROWS] = {{}, {1, 1, 1, 1, 1, 1}};  // of the first run of values, of others
   soften<Element>(of, tile, 0, of.count, work, scales[0]);
   for (int g = 0, later = 0; g < KEY_TILE / 16; g++) {
@@ -1007,7 +1127,8 @@ void find_tile(const Attend& attend, const Step& step, const Block& block, const
                        tile * KEY_TILE + 16 * i, piece.first_key, piece.last_key);
 }
 
-// A work item on pages of such elements. `after`: the first tile of this thread's next one, empty runs if it is not known.
+// A work item on pages of such elements. `after`: the first tile of this thread's next one, empty
+// runs if it is not known.
 template <class Element>
 void attend_piece(const Attend& attend, const Step& step, float* out, const Block& block,
                   const Piece& piece, int kv_head, const Run* after) {
@@ -1141,7 +1262,10 @@ void run_attend(const void* args, const Step* step) {
         find_tile(attend, *step, blocks[then.block], then, (i + 1) % kv_heads,
                   then.first_key / KEY_TILE, after);
       }
-      const auto by_element = attend.arena.is_float ? attend_piece<float> : attend_piece<uint16_t>;
+      const int32_t precision = attend.arena.precision;
+      const auto by_element = precision == FP32   ? attend_piece<float>
+                              : precision == BF16 ? attend_piece<uint16_t>
+                              : precision == INT8 ? attend_piece<Int8> : attend_piece<Fp8>;
       by_element(attend, *step, out, block, piece, i % kv_heads, after);
       if (__atomic_sub_fetch(&block.left, 1, __ATOMIC_ACQ_REL) == 0)
         finish_block(attend, out, block);

@@ -16,6 +16,7 @@ from engine.execute.kernels.cpu import build
 
 ISAS = ("scalar", "avx2", "avx512", "avx512_bf16")
 ISA_VARIABLE = "KAGARI_CPU_ISA"
+PRECISIONS = ("bf16", "fp32", "int8", "fp8")  # of pages, by an Arena's number
 
 
 # Mirrors of the structs in abi.h, where their fields are explained. Arrays are addresses: whoever
@@ -49,7 +50,7 @@ class Arena(Structure):
     _fields_ = [
         ("data", c_void_p),
         *_all(c_int64, "page_stride layer_offset"),
-        *_all(c_int32, "kv_heads page_size dim is_float"),
+        *_all(c_int32, "kv_heads page_size dim precision"),
     ]
 
 

@@ -34,7 +34,8 @@ def agrees(functions: ctypes.CDLL, isa: int) -> bool:
 
 
 def probe(functions: ctypes.CDLL) -> tuple[Tensor, ...]:
-    """What a small layer gives on its way: a product, attention, a second product, its gate."""
+    """What a small layer gives on its way: a product, attention, a second product, its gate; then
+    attention over pages of the other precisions."""
     random = torch.Generator().manual_seed(1)
     x = torch.randn(ROWS, WIDTH, generator=random)
     gain = torch.rand(WIDTH, generator=random) + 0.5
@@ -44,12 +45,31 @@ def probe(functions: ctypes.CDLL) -> tuple[Tensor, ...]:
     qkv, queries = torch.empty(ROWS, QKV), torch.empty(ROWS, WIDTH)
     attended, product = torch.empty(ROWS, WIDTH), torch.empty(ROWS, QKV)
     gated = torch.empty(ROWS, QKV // 2)
-    pages = torch.zeros(1, 2, 1, PAGE, DIM, dtype=torch.bfloat16)
-    arena = library.Arena(pages.data_ptr(), pages.numel(), 0, 1, PAGE, DIM, 0)
+    pages = torch.zeros(2 * PAGE * DIM)  # a head's keys and values, in whatever is widest
+    arena = library.Arena(pages.data_ptr(), 0, 0, 1, PAGE, DIM, library.PRECISIONS.index("bf16"))
     floats = functions.kagari_attention_scratch(ROWS, HEADS, DIM, ROWS, 1)
     scratch = torch.empty(floats)
     first = _Weights(functions, Q4_1, 20, random)
     second = _Weights(functions, Q5_1, 24, random)  # packed in 8 bits
+    rope = library.Rope(
+        qkv=qkv.data_ptr(),
+        cos=cos.data_ptr(),
+        sin=sin.data_ptr(),
+        queries=queries.data_ptr(),
+        arena=arena,
+        heads=HEADS,
+        query_scale=1 / math.sqrt(DIM),
+    )
+    attend = library.Attend(
+        queries=queries.data_ptr(),
+        arena=arena,
+        out=attended.data_ptr(),
+        quants=ctypes.pointer(outer.struct),
+        scratch=scratch.data_ptr(),
+        heads=HEADS,
+        scratch_floats=floats,
+        threads=1,
+    )
     layer = library.program(
         [
             library.Norm(
@@ -66,25 +86,8 @@ def probe(functions: ctypes.CDLL) -> tuple[Tensor, ...]:
                 columns=QKV,
                 stride=QKV,
             ),
-            library.Rope(
-                qkv=qkv.data_ptr(),
-                cos=cos.data_ptr(),
-                sin=sin.data_ptr(),
-                queries=queries.data_ptr(),
-                arena=arena,
-                heads=HEADS,
-                query_scale=1 / math.sqrt(DIM),
-            ),
-            library.Attend(
-                queries=queries.data_ptr(),
-                arena=arena,
-                out=attended.data_ptr(),
-                quants=ctypes.pointer(outer.struct),
-                scratch=scratch.data_ptr(),
-                heads=HEADS,
-                scratch_floats=floats,
-                threads=1,
-            ),
+            rope,
+            attend,
             library.Gemm(
                 weight=ctypes.pointer(second.struct),
                 in_=ctypes.pointer(outer.struct),
@@ -106,7 +109,13 @@ def probe(functions: ctypes.CDLL) -> tuple[Tensor, ...]:
         pages=zeros.data_ptr(),
     )
     functions.kagari_run(ctypes.addressof(layer.ops), len(layer), ctypes.byref(step))
-    return qkv, attended, product, gated
+    found = [qkv, attended.clone(), product, gated]
+    attention = library.program([rope, attend])
+    for precision in range(len(library.PRECISIONS)):
+        rope.arena.precision = attend.arena.precision = precision
+        functions.kagari_run(ctypes.addressof(attention.ops), 2, ctypes.byref(step))
+        found.append(attended.clone())
+    return tuple(found)
 
 
 class _Quants:
