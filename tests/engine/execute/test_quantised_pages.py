@@ -76,7 +76,7 @@ def test_the_default_model_is_exact_over_codes_for_long_prompts_and_threads(
         threads=threads,
         step_tokens=8 * 1400,
     )
-    prompts = prompts_of(runner, 1400, 17, 1000, 64, 700, 1399, 300, 1)
+    prompts = prompts_of(runner, 1400, 1, 1000, 64, 700, 17, 300, 1399)
     run_every_way(runner, prompts, 24, chunk_sizes=((1 << 20,), (333, 64, 1), (512,)))
 
 
