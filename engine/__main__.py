@@ -110,6 +110,8 @@ def serve(config: EngineConfig, sock: socket.socket) -> int:
     if tiers is not None:
         for name, records in tiers.found.items():
             scheduler.tiers.load(name, records, time.monotonic())
+        for name, peek in tiers.peeks.items():
+            scheduler.tiers.share(name, peek)
         tiers.store.wake = connection.wake
         if "disk" in tiers.found:
             connection.leave_slowly()
@@ -163,6 +165,7 @@ def read_config(options: argparse.Namespace) -> EngineConfig:
         script=options.script,
         bundle=options.bundle,
         kv_host_mb=options.kv_host_mb,
+        kv_host_share=options.kv_host_share,
         kv_disk_mb=options.kv_disk_mb,
         kv_disk_dir=options.kv_disk_dir,
         cluster_store=options.cluster_store,
@@ -302,6 +305,9 @@ def _parser() -> argparse.ArgumentParser:
         help="on: plan and tell of steps while others compute, where a core is to spare",
     )
     flags.add_argument("--kv-host-mb", type=int, default=0, help="host tier; 0: none")
+    flags.add_argument(
+        "--kv-host-share", metavar="DIR", help="engines that name one share a host tier"
+    )
     flags.add_argument("--kv-disk-mb", type=int, default=0, help="disk tier; 0: none")
     flags.add_argument("--kv-disk-dir", help="the disk tier's folder; it outlives this process")
     flags.add_argument("--cluster-store", metavar="URL", help="pages shared by a cluster")

@@ -82,6 +82,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     script: str | None = None
     bundle: str | None = None
     kv_host_mb: int = 0  # 0: no such tier
+    kv_host_share: str | None = None  # engines of this machine that name one folder share it
     kv_disk_mb: int = 0
     kv_disk_dir: str | None = None
     cluster_store: str | None = None
@@ -126,6 +127,13 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                     allowed="megabytes, 0 or more",
                     remedy="leave it out, or give 0, for no such tier",
                 )
+        if self.kv_host_share is not None and not self.kv_host_mb:
+            raise ConfigError(
+                "--kv-host-share",
+                found=f"{self.kv_host_share} without --kv-host-mb",
+                allowed="beside --kv-host-mb",
+                remedy="say how large the shared tier is, or leave --kv-host-share out",
+            )
         if self.kv_disk_mb and self.kv_disk_dir is None:
             raise ConfigError(
                 "--kv-disk-dir",

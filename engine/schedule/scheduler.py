@@ -40,7 +40,8 @@ from engine.schedule.plan import PageCopy, Row, StepPlan, StepResult
 from engine.schedule.prefix_cache import PrefixCache
 from engine.schedule.rates import Rates
 from engine.schedule.sequence import NewSequence, Sequence, State
-from engine.schedule.tiers import Chain, SlowerTiers
+from engine.schedule.shelf import Chain
+from engine.schedule.tiers import SlowerTiers
 from policies.contract.wire import FinishReason, PageEvent, TokenLogprob
 
 _MOST_ASKS = 3  # of slower tiers, for one wait: what they bring may be evicted again

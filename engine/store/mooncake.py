@@ -234,7 +234,7 @@ class MooncakeTier:
             codes |= self._erase(
                 lane, [name for name, code in zip(names, held, strict=True) if code == 1]
             )
-            return [Status.OK if codes[name] in BUSY else _status(codes[name]) for name in names]
+            return [_status(codes[name]) for name in names]
 
         return self._in_batches(len(keys), deadline, step, ok="removed")
 
@@ -272,6 +272,7 @@ class MooncakeTier:
         deadline = time.monotonic() + CLOSE_S
         if not self._is_quiet(deadline):
             return
+        atexit.unregister(self._end)
         self._joiner.join(_left(deadline))
         if self._joined.is_set():
             # Without its master it takes long to leave.
@@ -284,7 +285,6 @@ class MooncakeTier:
         """A process that ends while a call hangs in Mooncake crashes: wait until it gives up."""
         self.close()
         self._is_quiet(time.monotonic() + 2 * HANG_S)
-        atexit.unregister(self._end)
 
     def _is_quiet(self, deadline: float) -> bool:
         """Closing: whether all calls are out by then."""
@@ -448,7 +448,9 @@ class MooncakeTier:
         pause, longest = RETRY_S
         while not self._closing.is_set():
             store = self._try_to_join()
-            if store is not None:
+            if store is not None and self._closing.is_set():
+                store.close()
+            elif store is not None:
                 self._store = store
                 self._joined.set()
                 return

@@ -7,7 +7,7 @@ another's) is left out and said so: without a cache an engine is slower, and ser
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -20,6 +20,8 @@ from engine.store.guard import Guard
 from engine.store.host import HostTier
 from engine.store.mooncake import MooncakeTier
 from engine.store.page_codec import PageLayout
+from engine.store.shared_arena import SharedArenaTier
+from engine.store.shared_host import SharedHostTier
 from engine.store.slot_file import SlotFileTier
 from engine.store.tier import PageRecord, Tier
 from engine.store.tiered import PageMemory, TieredStore
@@ -38,11 +40,13 @@ _ASSUMED: Mapping[TierName, tuple[float, float]] = {
 
 @dataclass(slots=True)
 class OpenTiers:
-    """found: what each tier holds already, parents before children."""
+    """found: what each tier holds already, parents before children. peeks: of tiers that others
+    fill too, how many leading pages are there now."""
 
     store: TieredStore
     configs: tuple[TierConfig, ...]
     found: dict[TierName, list[PageRecord]]
+    peeks: dict[TierName, Callable[[Sequence[bytes]], int]]
     lost: tuple[TierName, ...]
 
 
@@ -73,16 +77,27 @@ def open_tiers(
     host_pages = _pages("--kv-host-mb", config.kv_host_mb, layout.page_bytes)
     slot_bytes = BLOCK + whole_blocks(layout.page_bytes)
     disk_pages = _pages("--kv-disk-mb", config.kv_disk_mb, slot_bytes, BLOCK)
-    if host_pages:
+    kind = _folder(config, layout, weights_digest)
+    peeks: dict[TierName, Callable[[Sequence[bytes]], int]] = {}
+    if host_pages and config.kv_host_share is not None:
+        home = Path(config.kv_host_share) / kind
+
+        def share() -> SharedHostTier:
+            tier = SharedHostTier(SharedArenaTier(home, layout, host_pages))
+            peeks["host"] = lambda keys: tier.lookup(keys, 0.0)
+            return tier
+
+        opened.add("host", share)
+    elif host_pages:
         opened.add("host", lambda: HostTier(layout, host_pages))
     if disk_pages:
         assert config.kv_disk_dir is not None
-        folder = Path(config.kv_disk_dir) / _folder(config, layout, weights_digest)
+        folder = Path(config.kv_disk_dir) / kind
         opened.add("disk", lambda: _open_disk(folder, layout, disk_pages, progress))
     if config.cluster_store:
         url = config.cluster_store
         opened.add("cluster", lambda: MooncakeTier(url, layout))
-    found = {tier.name: list(tier.records()) for tier in opened.tiers}
+    found = {tier.name: list(tier.records()) for tier in opened.tiers if tier.name not in peeks}
     configs = tuple(
         TierConfig(
             name=tier.name,
@@ -93,7 +108,7 @@ def open_tiers(
         for tier in opened.tiers
     )
     store = TieredStore([Guard(tier) for tier in opened.tiers], memory)
-    return OpenTiers(store, configs, found, tuple(opened.lost))
+    return OpenTiers(store, configs, found, peeks, tuple(opened.lost))
 
 
 def _pages(flag: str, megabytes: int, page_bytes: int, overhead: int = 0) -> int:

@@ -15,6 +15,7 @@ import mmap
 import queue
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -164,10 +165,19 @@ class TieredStore:
         """Hand the next orders to the guard, as many as may be there at once."""
         while lane.reads and lane.reading < _READS_AT_ONCE:
             lane.reading += 1
-            self._begin(_Job(lane.reads.popleft(), lane, True, self._clock()))
+            self._try(_Job(lane.reads.popleft(), lane, True, self._clock()))
         while lane.writes and not lane.writing:
             lane.writing = True
-            self._begin(_Job(lane.writes.popleft(), lane, False, self._clock()))
+            self._try(_Job(lane.writes.popleft(), lane, False, self._clock()))
+
+    def _try(self, job: _Job) -> None:
+        """Whatever goes wrong before the guard has it, the order has its answer."""
+        try:
+            self._begin(job)
+        except Exception:  # such as no memory for a copy: to the cache it is a miss
+            traceback.print_exc()
+            job.at = list(range(_num_pages(job.order)))
+            self._inbox.put(lambda: self._answered(job, [Status.UNAVAILABLE] * len(job.at)))
 
     def _begin(self, job: _Job) -> None:
         order, guard = job.order, job.lane.guard
@@ -301,3 +311,14 @@ class TieredStore:
             self._scratch.remove(memory)
         view = memoryview(memory)
         return memory, [view[at * size : (at + 1) * size] for at in range(num_pages)]
+
+
+def _num_pages(order: Order) -> int:
+    """How many statuses an order is answered with."""
+    match order:
+        case Fetch() | Drop():
+            return len(order.keys)
+        case CopyOut() | CopyDown():
+            return len(order.records)
+        case PurgeTier() | Flush():
+            return 1

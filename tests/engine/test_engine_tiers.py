@@ -11,6 +11,8 @@ import pytest
 
 from engine.store.fault_tier import Fault, FaultTier, seeded_faults
 from engine.store.host import HostTier
+from engine.store.shared_arena import SharedArenaTier
+from engine.store.shared_host import SharedHostTier
 from engine.store.slot_file import SlotFileTier
 from engine.store.tier import Tier
 from policies.contract import wire
@@ -99,6 +101,16 @@ def test_a_host_smaller_than_the_device_starves_nothing(tmp_path: Path) -> None:
     bench.engine.close()
 
 
+def test_what_is_to_be_retained_outlives_what_came_later() -> None:
+    bench = TieredBench(HostTier(LAYOUT, 1))
+    ask(bench, 1, retention_s=1000.0)
+    for lane in range(2, 6):  # each needs nine of the pool's 24 pages
+        ask(bench, lane, array("I", [lane] * 30))
+    assert ask(bench, 6).usage.cached_tokens == 28
+    assert ask(bench, 7, array("I", [2] * 30)).usage.cached_tokens < 28
+    bench.engine.close()
+
+
 def test_two_sequences_share_a_fetch() -> None:
     bench = TieredBench(HostTier(LAYOUT, 30))
     ask(bench, 1)
@@ -111,6 +123,37 @@ def test_two_sequences_share_a_fetch() -> None:
     assert report.hit_pages == 7
     assert [started(bench, lane).tier for lane in (2, 3)] == ["host", "host"]
     bench.engine.close()
+
+
+def shared(folder: Path, capacity: int) -> SharedHostTier:
+    return SharedHostTier(SharedArenaTier(folder, LAYOUT, capacity, folder=folder))
+
+
+def test_engines_of_one_machine_find_each_others_pages(tmp_path: Path) -> None:
+    one, two = (TieredBench(shared(tmp_path, 30)) for _ in range(2))
+    ask(one, 1)
+    assert ask(two, 1).usage.host_tokens == 28
+    ask(two, 2, OTHER)
+    assert ask(one, 2, OTHER).usage.host_tokens == 28
+    one.engine.handle(1, wire.Purge(2, "p", bytes(32)))
+    one.settle()
+    two.evict_all()
+    assert ask(two, 3).usage.cached_tokens == 0, "purged by one, gone for both"
+    for bench in (one, two):
+        bench.engine.close()
+    assert not list(tmp_path.glob("kagari-????????????????????????????????"))
+
+
+def test_a_full_shared_tier_lets_the_oldest_go_whoever_put_it(tmp_path: Path) -> None:
+    one, two = (TieredBench(shared(tmp_path, 10)) for _ in range(2))
+    ask(one, 1)
+    ask(two, 1, OTHER)
+    one.evict_all()
+    two.evict_all()
+    assert ask(two, 2, OTHER).usage.host_tokens == 28
+    assert 0 <= ask(one, 2).usage.host_tokens < 28
+    for bench in (one, two):
+        bench.engine.close()
 
 
 def test_pages_get_whom_they_belong_to_and_a_purge_takes_them_from_everywhere(
@@ -242,8 +285,8 @@ def survive(folder: Path, seed: int, turns: int) -> int:
 @pytest.fixture
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """What hangs is given up soon, and asked again at once, so that more faults come to pass."""
-    monkeypatch.setattr("engine.schedule.tiers._REST_S", 0.0)
-    monkeypatch.setattr("engine.schedule.tiers.fetch_deadline_s", lambda *_: 0.03)
+    monkeypatch.setattr("engine.schedule.shelf._REST_S", 0.0)
+    monkeypatch.setattr("engine.schedule.fetches.fetch_deadline_s", lambda *_: 0.03)
     monkeypatch.setattr("engine.store.tiered.WRITE_S", 0.03)
 
 

@@ -12,6 +12,7 @@ from engine.schedule.rates import Rates
 from engine.schedule.scheduler import Scheduler
 from engine.store.guard import Guard
 from engine.store.page_codec import PageLayout
+from engine.store.shared_host import SharedHostTier
 from engine.store.tier import Tier
 from engine.store.tiered import TieredStore
 from tests.engine.arena_runner import VOCAB, ArenaRunner
@@ -85,7 +86,10 @@ class TieredBench(EngineBench):
         self.scheduler = Scheduler(config)
         self.scheduler.rates = SlowRates(1e-3, config.step_tokens)
         for tier in tiers:
-            self.scheduler.tiers.load(tier.name, tier.records(), time.monotonic())
+            if isinstance(tier, SharedHostTier):
+                self.scheduler.tiers.share("host", lambda keys, tier=tier: tier.lookup(keys, 0.0))  # type: ignore[misc]
+            else:
+                self.scheduler.tiers.load(tier.name, tier.records(), time.monotonic())
         failures = 10**9 if patient else 3
         guards = [Guard(tier, failures_to_open=failures, pause_s=0.05) for tier in tiers]
         self.store = TieredStore(guards, self.memory)

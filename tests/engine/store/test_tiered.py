@@ -158,6 +158,19 @@ def test_an_overdue_fetch_is_told_at_its_deadline_and_is_quiet_when_it_returns()
     rig.store.close(1.0)
 
 
+def test_an_order_that_cannot_begin_is_answered_and_the_next_one_goes_on(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def no_memory(page_ids: object) -> list[memoryview]:
+        raise MemoryError("no pinned memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.memory, "outgoing", no_memory)
+        assert rig.do(rig.copy_out(1, 2, 3)) == (Status.UNAVAILABLE,) * 2
+    assert "no pinned memory" in capfd.readouterr().err
+    assert rig.do(rig.copy_out(2, 2)) == (Status.OK,)
+
+
 def test_writes_to_a_tier_keep_their_order(rig: Rig) -> None:
     rig.store.give(
         [
