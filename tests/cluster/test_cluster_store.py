@@ -78,6 +78,7 @@ def wait_stored(stack: Stack, num_pages: int) -> None:
         tier["stored_pages"]
         for node in stack.nodes()
         for engine in node["engines"]
+        if engine["report"] is not None
         for tier in engine["report"]["tiers"]
     ):
         assert time.monotonic() < deadline, stack.warnings()
