@@ -1,9 +1,9 @@
 """Two nodes on a real Mooncake Store: does it matter where a session's next turn goes?
 
 `python -m benchmarks.cluster_store [--quick] [--json FILE] [--model NAME]`, as root and with the
-extra `mooncake`. The same sessions four times, each on a new Kagari of two nodes whose pools hold
-half of what the sessions need: pinned (a session stays on its node) and random (nodes in turn over
-a shuffled order of sessions), with the store and without. The answers must be the same all times.
+extra `mooncake`. The same sessions four times, each on a new Kagari of two nodes, of which neither
+has room for all: pinned (a session stays on its node) and random (nodes in turn over a shuffled
+order of sessions), with the store and without. The answers must be the same all times.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ ROW = "random_vs_pinned_hit_ratio"
 PORT = 51081
 CLIENT_TTL_S = 10
 SEGMENT_MB = 512  # of each node: all that the sessions compute
-POOL_PAGES_PER_SESSION = (
-    16  # over two nodes; beside the shared prompt a session ends with about so many
-)
+POOL_PAGES_PER_SESSION = 24  # over two nodes: a pool holds those that stay on it, not all
 JOIN_S = 30.0
 POLICY = {"pinned": "cost", "random": "round_robin"}
 
