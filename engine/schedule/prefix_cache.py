@@ -89,20 +89,20 @@ class PrefixCache:
         return low
 
     def hold_prefix(
-        self,
-        keys: Sequence[bytes],
-        max_pages: int,
-        *,
-        kind: HoldKind = HoldKind.SEQUENCE,
-        now: float = 0.0,
-        retain_until: float = 0.0,
+        self, keys: Sequence[bytes], max_pages: int, *, kind: HoldKind = HoldKind.SEQUENCE
     ) -> list[PageId]:
-        """Find and hold the resident prefix of at most max_pages pages, at once: a use of each.
+        """Find and hold the resident prefix of at most max_pages pages, at once.
 
         One call, so that nothing can take a page between being found and being held.
         """
         depth = self.depth(keys[:max_pages])
-        nodes = [self._by_key[key] for key in keys[:depth]]
+        pages = [self._by_key[key].page for key in keys[:depth]]
+        self._pool.hold(pages, kind)
+        return pages
+
+    def use(self, keys: Sequence[bytes], now: float, *, retain_until: float = 0.0) -> None:
+        """A sequence begins on these resident pages, which it holds."""
+        nodes = [self._by_key[key] for key in keys]
         if nodes and nodes[-1].uses == 1:
             self._half_life.learn(nodes[-1].score, now)
         half_life_s = self._half_life.seconds
@@ -110,9 +110,6 @@ class PrefixCache:
             node.score = keep_score(now, node.score, half_life_s)
             node.uses += 1
             node.retain_until = max(node.retain_until, retain_until)
-        pages = [node.page for node in nodes]
-        self._pool.hold(pages, kind)
-        return pages
 
     def page(self, key: bytes) -> PageId | None:
         """Where a key is now, held by nobody for it: see depth."""

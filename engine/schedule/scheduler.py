@@ -461,9 +461,7 @@ class Scheduler:
         page_size = self.config.page_size
         if leader is None:
             keys = sequence.hit_keys(page_size)
-            pages = self.cache.hold_prefix(
-                keys, len(keys), now=now, retain_until=sequence.retain_until(now)
-            )
+            pages = self.cache.hold_prefix(keys, len(keys))
         else:
             pages = leader.page_table[0][: (sequence.num_prompt - 1) // page_size]
             self.pool.hold(pages, HoldKind.SEQUENCE)
@@ -490,17 +488,21 @@ class Scheduler:
         if not sequence.started:
             sequence.first_planned_at = now
             sequence.cached_tokens = sequence.num_computed
-            if leader is None and self.tiers:
+            if leader is None:
                 self._note_hit(sequence, now)
         return True
 
     def _note_hit(self, sequence: Sequence, now: float) -> None:
         """A sequence begins on a prefix hit: tell what came from where, and keep what is used."""
-        keys, page_size = sequence.keys[: sequence.num_sealed], self.config.page_size
+        keys, until = sequence.keys[: sequence.num_sealed], sequence.retain_until(now)
+        self.cache.use(keys, now, retain_until=until)
+        if not self.tiers:
+            return
         sources = self.cache.count_sources(keys, sequence.arrived_at)
+        page_size = self.config.page_size
         sequence.tier_tokens = {tier: count * page_size for tier, count in sources.items()}
         if sequence.publishes:
-            self.tiers.used(Chain(keys, sequence.whose, sequence.retain_until(now)), now)
+            self.tiers.used(Chain(keys, sequence.whose, until), now)
 
     def _grow(self, draft: _Draft, sequence: Sequence, num_tokens: int) -> bool:
         """Add pages until num_tokens fit, evicting what nobody uses; False if it fell short."""

@@ -242,6 +242,27 @@ def test_a_tier_that_hangs_is_named_by_the_purge_and_costs_only_its_own_pages(
     bench.engine.close()
 
 
+def test_others_go_on_while_a_fetch_hangs_and_an_abort_frees_nothing_that_it_writes() -> None:
+    host = FaultTier(HostTier(LAYOUT, 30), [None] * 9 + [Fault.OVERRUN] * 90)
+    bench = TieredBench(host)
+    ask(bench, 1)
+    bench.evict_all()
+    for lane, prompt in ((2, PROMPT), (3, OTHER)):
+        bench.submit(1, (lane,), prompt=pack_ids(prompt), sampling=Sampling(6, temperature=0.0))
+    until = time.monotonic() + 10.0
+    while len(bench.tokens.get((1, 3), ())) < 6:
+        assert time.monotonic() < until
+        bench.step()
+    assert (1, 2) not in bench.tokens, "it waits for its fetch, alone"
+    bench.engine.handle(1, wire.Abort((2,)))
+    bench.step()
+    assert not bench.engine.has_work
+    assert bench.scheduler.pool.num_held >= 7
+    host.release()
+    bench.settle()
+    bench.engine.close()
+
+
 FAULTS = {
     Fault.DROP: 0.05,
     Fault.DELAY: 0.1,

@@ -210,7 +210,8 @@ def test_what_was_used_often_outlives_what_was_used_last() -> None:
         cache.publish(chain(word), pages, now=now)
         pool.release(reversed(pages), HoldKind.SEQUENCE)
     for now in (1.0, 2.0, 3.0):
-        pages = cache.hold_prefix(chain([0, 0]), 2, now=now)
+        pages = cache.hold_prefix(chain([0, 0]), 2)
+        cache.use(chain([0, 0]), now)
         pool.release(reversed(pages), HoldKind.SEQUENCE)
     sizes = []
     while cache.evict(11.0):
@@ -237,7 +238,8 @@ def test_a_hit_prolongs_a_retention_and_never_shortens_it() -> None:
     cache.publish(chain([0]), pages, now=0.0, retain_until=60.0)
     pool.release(pages, HoldKind.SEQUENCE)
     for until in (100.0, 0.0):
-        pages = cache.hold_prefix(chain([0]), 1, now=5.0, retain_until=until)
+        pages = cache.hold_prefix(chain([0]), 1)
+        cache.use(chain([0]), 5.0, retain_until=until)
         pool.release(pages, HoldKind.SEQUENCE)
     other = take(pool, 1)
     cache.publish(chain([1]), other, now=80.0)

@@ -458,3 +458,28 @@ def test_every_state_has_a_way_out_but_the_last() -> None:
         move(sequence)
         seen.append(sequence.state)
     assert seen == [State.RUNNING, State.WAITING, State.RUNNING, State.FINISHED]
+
+
+def test_waiting_for_room_is_no_use_of_the_pages_that_were_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(num_pages=8)
+    uses: list[float] = []
+    use = bench.scheduler.cache.use
+
+    def counted(keys: list[bytes], now: float, *, retain_until: float = 0.0) -> None:
+        uses.append(now)
+        use(keys, now, retain_until=retain_until)
+
+    monkeypatch.setattr(bench.scheduler.cache, "use", counted)
+    bench.submit(1, ids(9), max_tokens=1)
+    bench.drain()
+    bench.submit(2, ids(20, seed=3), max_tokens=8)
+    bench.step()
+    uses.clear()
+    bench.submit(3, ids(9) + ids(8, seed=1), max_tokens=1)
+    bench.step()
+    bench.step()
+    assert not uses, "it waits"
+    bench.drain()
+    assert len(uses) == 1
