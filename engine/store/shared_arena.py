@@ -53,7 +53,7 @@ FIELD = "--kv-host-mb"
 FOLDER = Path("/dev/shm")
 BLOCK = 4096
 MAGIC = b"KGSA"
-VERSION = 1
+VERSION = 2
 # magic, version, capacity, page bytes, index size, layout, id: drawn when it is made
 _HEAD = struct.Struct("<4sIQQQ32s16s")
 _MARK = 256  # in the header, u64: 1 while a writer changes the table
