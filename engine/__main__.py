@@ -109,6 +109,7 @@ def serve(config: EngineConfig, sock: socket.socket) -> int:
         aliases=config.spec.aliases,
         page_bytes=loaded.page_bytes,
         tier_pages=tuple((tier.name, tier.capacity_pages) for tier in schedule.tiers),
+        host_arena="" if tiers is None else tiers.host_arena,
     )
     scheduler = Scheduler(schedule)
     if tiers is not None:
@@ -117,7 +118,7 @@ def serve(config: EngineConfig, sock: socket.socket) -> int:
         for name, peek in tiers.peeks.items():
             scheduler.tiers.share(name, peek)
         tiers.store.wake = connection.wake
-        if "disk" in tiers.found:
+        if "disk" in tiers.found or tiers.host_arena:
             connection.leave_slowly()
     engine = Engine(
         info,

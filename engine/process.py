@@ -3,7 +3,7 @@
 The agent is the only peer. When it is gone (end of file) there is nobody to compute for. Where no
 tier outlives the process there is nothing to save either: the reader thread ends it at once, in the
 middle of a step too, and SIGTERM keeps its default action. Where one does, the loop has LEAVE_S to
-put into it what it lacks.
+put into it what it lacks, and to leave what it shares with other engines.
 """
 
 from __future__ import annotations

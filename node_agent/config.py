@@ -42,6 +42,7 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     threads: int | None = None
     engine_flags: tuple[str, ...] = ()
     kv_host_mb: int | None = None  # of each engine; None: node_agent/tiers.py decides
+    kv_host_share: Path | None = None  # None: each engine has memory of its own
     kv_disk_mb: int | None = None
     kv_disk_dir: Path | None = None  # None: kv in home
     cluster_store: str | None = None
@@ -78,6 +79,9 @@ def parse_config(argv: Sequence[str]) -> NodeConfig:
     parser.add_argument("--engine-up-s", type=float, default=600.0)
     parser.add_argument("--exit-with-parent", action="store_true")
     parser.add_argument("--kv-host-mb", type=int, metavar="MB", help="pages in memory, each engine")
+    parser.add_argument(
+        "--kv-host-share", type=Path, metavar="DIR", help="share it under this name"
+    )
     parser.add_argument("--kv-disk-mb", type=int, metavar="MB", help="pages on disk, each engine")
     parser.add_argument("--kv-disk-dir", type=Path, metavar="DIR", help="default: kv in home")
     parser.add_argument("--cluster-store", metavar="URL", help="mooncake://HOST:PORT")
@@ -121,6 +125,7 @@ def parse_config(argv: Sequence[str]) -> NodeConfig:
         threads=options.threads,
         engine_flags=tuple(engine_flags),
         kv_host_mb=options.kv_host_mb,
+        kv_host_share=options.kv_host_share,
         kv_disk_mb=options.kv_disk_mb,
         kv_disk_dir=options.kv_disk_dir,
         cluster_store=_cluster_store(options.cluster_store),

@@ -29,6 +29,8 @@ def tier_flags(config: NodeConfig, node_id: str, model: str) -> tuple[str, ...]:
     folder = disk_folder(config, node_id, model)
     disk_mb = _disk_mb(config.kv_disk_mb, folder)
     flags: tuple[str, ...] = ("--kv-host-mb", str(host_mb), "--kv-disk-mb", str(disk_mb))
+    if host_mb and config.kv_host_share is not None:
+        flags += ("--kv-host-share", str(config.kv_host_share))
     if disk_mb:
         _make_private(folder)
         flags += ("--kv-disk-dir", str(folder))

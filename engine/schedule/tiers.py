@@ -94,6 +94,9 @@ class SlowerTiers:
     def used(self, chain: Chain, now: float) -> None:
         """A sequence begins on these pages of the device."""
         for shelf in self._shelves.values():
+            if not shelf.is_own and shelf.is_known:  # what others evicted there is put again
+                gone = chain.keys[shelf.depth(chain.keys) :]
+                self._copies.forget(shelf, [key for key in gone if key in shelf.landed])
             shelf.index.touch(chain.keys, now)
             if shelf.name != "cluster":
                 self._copies.offer(shelf, chain, now)

@@ -42,13 +42,14 @@ _CALLS_AT_ONCE = 8  # of a tier: its lane's reads and write, reads for slower ti
 @dataclass(slots=True)
 class OpenTiers:
     """found: what each tier holds already, parents before children. peeks: of tiers that others
-    fill too, how many leading pages are there now."""
+    fill too, how many leading pages are there now. host_arena: see wire.EngineInfo."""
 
     store: TieredStore
     configs: tuple[TierConfig, ...]
     found: dict[TierName, list[PageRecord]]
     peeks: dict[TierName, Callable[[Sequence[bytes]], int]]
     lost: tuple[TierName, ...]
+    host_arena: str = ""
 
 
 @dataclass(slots=True)
@@ -61,8 +62,7 @@ class _Opened:
             self.tiers.append(make())
         except ConfigError as error:
             self.lost.append(name)
-            line = {"event": "engine_tier_lost", "tier": name, "error": str(error)}
-            sys.stderr.write(msgspec.json.encode(line).decode() + "\n")
+            _tell("engine_tier_lost", name, error)
 
 
 def open_tiers(
@@ -79,16 +79,11 @@ def open_tiers(
     slot_bytes = BLOCK + whole_blocks(layout.page_bytes)
     disk_pages = _pages("--kv-disk-mb", config.kv_disk_mb, slot_bytes, BLOCK)
     kind = _folder(config, layout, weights_digest)
-    peeks: dict[TierName, Callable[[Sequence[bytes]], int]] = {}
+    shared: SharedHostTier | None = None
     if host_pages and config.kv_host_share is not None:
-        home = Path(config.kv_host_share) / kind
-
-        def share() -> SharedHostTier:
-            tier = SharedHostTier(SharedArenaTier(home, layout, host_pages))
-            peeks["host"] = lambda keys: tier.lookup(keys, 0.0)
-            return tier
-
-        opened.add("host", share)
+        shared = _share_host(Path(config.kv_host_share) / kind, layout, host_pages)
+    if shared is not None:
+        opened.tiers.append(shared)
     elif host_pages:
         opened.add("host", lambda: HostTier(layout, host_pages))
     if disk_pages:
@@ -98,7 +93,7 @@ def open_tiers(
     if config.cluster_store:
         url = config.cluster_store
         opened.add("cluster", lambda: MooncakeTier(url, layout))
-    found = {tier.name: list(tier.records()) for tier in opened.tiers if tier.name not in peeks}
+    found = {tier.name: list(tier.records()) for tier in opened.tiers if tier is not shared}
     configs = tuple(
         TierConfig(
             name=tier.name,
@@ -109,8 +104,28 @@ def open_tiers(
         for tier in opened.tiers
     )
     guards = [Guard(tier, max_in_flight=_CALLS_AT_ONCE) for tier in opened.tiers]
-    store = TieredStore(guards, memory)
-    return OpenTiers(store, configs, found, peeks, tuple(opened.lost))
+    return OpenTiers(
+        TieredStore(guards, memory),
+        configs,
+        found,
+        {} if shared is None else {"host": shared.peek},
+        tuple(opened.lost),
+        "" if shared is None else shared.arena_id,
+    )
+
+
+def _share_host(home: Path, layout: PageLayout, capacity_pages: int) -> SharedHostTier | None:
+    """None: it cannot be had, so this engine keeps a memory of its own."""
+    try:
+        return SharedHostTier(SharedArenaTier(home, layout, capacity_pages))
+    except ConfigError as error:
+        _tell("engine_host_tier_not_shared", "host", error)
+        return None
+
+
+def _tell(event: str, tier: TierName, error: ConfigError) -> None:
+    line = {"event": event, "tier": tier, "error": str(error)}
+    sys.stderr.write(msgspec.json.encode(line).decode() + "\n")
 
 
 def _pages(flag: str, megabytes: int, page_bytes: int, overhead: int = 0) -> int:

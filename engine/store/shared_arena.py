@@ -11,6 +11,7 @@ state:  1: holds a page. sequence: odd while its slot is written
 index:  open addressing by the key's first bytes; 0: empty, else slot + 1
 
 The arena outlives a killed engine, whose successor finds its pages; the last to close removes it.
+Where all were killed, the next one of whatever home that makes an arena removes what they left.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,8 +53,9 @@ FIELD = "--kv-host-mb"
 FOLDER = Path("/dev/shm")
 BLOCK = 4096
 MAGIC = b"KGSA"
-VERSION = 1
-_HEAD = struct.Struct("<4sIQQQ32s")  # magic, version, capacity, page bytes, index size, layout
+VERSION = 2
+# magic, version, capacity, page bytes, index size, layout, id: drawn when it is made
+_HEAD = struct.Struct("<4sIQQQ32s16s")
 _MARK = 256  # in the header, u64: 1 while a writer changes the table
 LOCK_POLL_S = 0.0005
 START_S = 10.0
@@ -90,6 +93,8 @@ class SharedArenaTier:
         # Not closed by close(): one of our threads may still wait for it.
         weakref.finalize(self, os.close, self._lock_fd)
         self.capacity_pages = self._table.capacity
+        # Engines with the same one meet here; on another machine the same path is another arena.
+        self.arena_id = _read_head(self._fd)[-1].hex()
 
     def records(self) -> list[PageRecord]:
         return [record for _, record in self._held()]
@@ -432,8 +437,7 @@ def _attach(path: Path, layout: PageLayout, capacity: int) -> tuple[int, Table]:
     """An arena that is whole, or that others are in, is taken as it is; any other one is made
     anew. Under the lock."""
     fd = _open_private(path)
-    head = _HEAD.unpack(os.pread(fd, _HEAD.size, 0).ljust(_HEAD.size, b"\0"))
-    magic, version, found, page_bytes, index_size, digest = head
+    magic, version, found, page_bytes, index_size, digest, _ = _read_head(fd)
     same = (magic, version, page_bytes, digest) == (
         MAGIC,
         VERSION,
@@ -446,6 +450,7 @@ def _attach(path: Path, layout: PageLayout, capacity: int) -> tuple[int, Table]:
         return fd, Table(_map(fd), found, page_bytes, index_size)
     os.close(fd)
     path.unlink(missing_ok=True)
+    _remove_abandoned(path)
     fd = _open_private(path)
     index_size = max(8, 2 * capacity)
     size = _places(capacity, layout.page_bytes, index_size)["end"]
@@ -464,10 +469,38 @@ def _attach(path: Path, layout: PageLayout, capacity: int) -> tuple[int, Table]:
     table = Table(_map(fd), capacity, layout.page_bytes, index_size)
     os.pwrite(  # last: a file without it is made anew
         fd,
-        _HEAD.pack(MAGIC, VERSION, capacity, layout.page_bytes, index_size, layout_digest(layout)),
+        _HEAD.pack(
+            *(MAGIC, VERSION, capacity, layout.page_bytes, index_size),
+            *(layout_digest(layout), os.urandom(16)),
+        ),
         0,
     )
     return fd, table
+
+
+def _remove_abandoned(own: Path) -> None:
+    """Arenas of ours beside this one that no engine is in: their memory would be lost for good."""
+    for lock in own.parent.glob("kagari-" + 32 * "[0-9a-f]" + ".lock"):
+        arena = lock.with_suffix("")
+        if arena == own or not arena.exists():
+            continue
+        with suppress(ConfigError, OSError):
+            lock_fd = _open_private(lock)
+            try:
+                if not _try_flock(lock_fd):  # one is about to be in it
+                    continue
+                fd = _open_private(arena)
+                try:
+                    if _try_flock(fd):
+                        arena.unlink()
+                finally:
+                    os.close(fd)
+            finally:
+                os.close(lock_fd)
+
+
+def _read_head(fd: int) -> tuple[Any, ...]:
+    return _HEAD.unpack(os.pread(fd, _HEAD.size, 0).ljust(_HEAD.size, b"\0"))
 
 
 def _map(fd: int) -> mmap.mmap:

@@ -5,6 +5,7 @@ Each engine's books know only what it put there itself, so none of them can say 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from engine.store.shared_arena import SharedArenaTier
@@ -23,6 +24,15 @@ class SharedHostTier:
     @property
     def capacity_pages(self) -> int:
         return self._arena.capacity_pages
+
+    @property
+    def arena_id(self) -> str:
+        return self._arena.arena_id
+
+    def peek(self, keys: Sequence[bytes]) -> int:
+        """How many leading pages are there, by bisection: tails go first, so a page that is there
+        proves those before it, and where it does not, get tells."""
+        return bisect_left(range(len(keys)), 1, key=lambda at: 1 - self.lookup([keys[at]], 0.0))
 
     def records(self) -> Iterable[PageRecord]:
         return self._arena.records()

@@ -87,6 +87,8 @@ def plan_serve(options: ServeOptions, *, port: int, link_port: int, admin_port: 
         node += ["--model", model]
     threads = options.threads or threads_each(own_cores(), options.num_nodes * len(models))
     node += ["--threads", str(threads)]
+    if options.num_nodes > 1:  # a lone engine's own memory is quicker, and taken as it fills
+        node += ["--kv-host-share", str(options.home)]
     if options.script is not None:
         node += ["--script", str(options.script)]
     node += options.engine_flags

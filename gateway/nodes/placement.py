@@ -10,6 +10,7 @@ from gateway.nodes.served import ServedModels
 from gateway.nodes.streams import Flow
 from policies.contract.wire import Tier
 from policies.homes import Homes
+from policies.residency import TIERS
 from policies.routing import (
     Candidate,
     Decision,
@@ -24,7 +25,7 @@ from policies.routing import (
     score,
 )
 
-CLUSTER: tuple[Tier, ...] = ("cluster",)
+Store = tuple[Tier, str]  # a tier that several engines share, and which one
 
 
 class NoNode(Exception):
@@ -147,24 +148,33 @@ class Placement:
         )
 
 
-def _shared_depths(engines: Iterable[Engine], keys: Sequence[bytes]) -> dict[str, int]:
-    """What one engine put into the cluster store all can fetch whose pages mean the same.
+def _stores(engine: Engine) -> list[Store]:
+    """Those that others fill too, fastest first: the memory of a machine's engines, and the cluster
+    store, where pages of one layout mean the same."""
+    info, works = engine.info, engine.fetch_rates
+    stores: list[Store] = []
+    if info.host_arena and "host" in works:
+        stores.append(("host", info.host_arena))
+    if "cluster" in works:
+        stores.append(("cluster", info.layout_id))
+    return stores
 
-    By layout; the keys are of one interchangeable model. In pages.
-    """
-    depths: dict[str, int] = {}
+
+def _shared_depths(engines: Iterable[Engine], keys: Sequence[bytes]) -> dict[Store, int]:
+    """What one engine put into a store all can fetch that share it. In pages; the keys are of one
+    interchangeable model."""
+    depths: dict[Store, int] = {}
     for engine in engines:
-        if "cluster" in engine.fetch_rates:
-            for _, depth in engine.residency.reach(keys, CLUSTER):
-                layout = engine.info.layout_id
-                depths[layout] = max(depth, depths.get(layout, 0))
+        for store in _stores(engine):
+            for _, depth in engine.residency.reach(keys, store[:1]):
+                depths[store] = max(depth, depths.get(store, 0))
     return depths
 
 
 def _reach(
     engine: Engine,
     keys: Sequence[bytes],
-    shared: Mapping[str, int],
+    shared: Mapping[Store, int],
     most: int,
     parameters: RoutingParameters,
 ) -> list[Reach]:
@@ -172,8 +182,8 @@ def _reach(
     info = engine.info
     rates = engine.fetch_rates
     pages = engine.residency.reach(keys, ("device", *rates))
-    if "cluster" in rates:
-        pages.append(("cluster", shared.get(info.layout_id, 0)))
+    pages += [(store[0], shared.get(store, 0)) for store in _stores(engine)]
+    pages.sort(key=lambda run: TIERS.index(run[0]))
     return [
         Reach(
             min(most, depth) * info.page_size,

@@ -137,6 +137,8 @@ class EngineInfo(Struct, frozen=True, array_like=True):
     owned_by: str = "kagari"
     page_bytes: int = 0
     tier_pages: tuple[tuple[Tier, int], ...] = ()  # capacity of each slower tier
+    # Of a host tier that engines of one machine share: equal ids, one memory. "": its own.
+    host_arena: str = ""
 
 
 class EngineReport(Struct, frozen=True, array_like=True):

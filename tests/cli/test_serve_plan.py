@@ -90,6 +90,13 @@ def test_nodes_never_dial_a_wildcard(host: str, dialled: str) -> None:
     assert link_host(host) == dialled
 
 
+def test_nodes_of_one_serve_share_their_memory_for_pages_and_a_lone_one_has_its_own() -> None:
+    lone = plan_serve(options(), port=1, link_port=2, admin_port=3)
+    assert "--kv-host-share" not in lone.nodes[0].arguments
+    several = plan_serve(options(num_nodes=2), port=1, link_port=2, admin_port=3)
+    assert {flag(node, "--kv-host-share") for node in several.nodes} == {str(options().home)}
+
+
 def test_a_busy_port_is_refused_with_its_remedy() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -111,7 +111,7 @@ class OrderBench:
         late = [at for at, status in enumerate(statuses) if status is Status.TIMEOUT]
         if late:
             self.overdue.append((order, late))
-        self.books.take(OrderDone(order.order_id, tuple(statuses), 0.01), now)
+        self.books.take(OrderDone(order.order_id, tuple(statuses), 1e-5), now)
 
     def meddle(self) -> None:
         """Overdue calls are still at it."""

@@ -174,6 +174,22 @@ def test_a_full_shared_tier_lets_the_oldest_go_whoever_put_it(tmp_path: Path) ->
         bench.engine.close()
 
 
+def test_what_another_engine_evicted_is_put_again_when_it_is_used(tmp_path: Path) -> None:
+    tier = shared(tmp_path, 10)
+    one, two = TieredBench(tier), TieredBench(shared(tmp_path, 10))
+    ask(one, 1)
+    put = {record.key for record in tier.records()}
+    ask(two, 1, OTHER)
+    ask(two, 2, array("I", [(13 * at) % VOCAB for at in range(30)]))
+    assert not put & {record.key for record in tier.records()}
+    assert ask(one, 2).usage.cached_tokens == 28, "from its own device"
+    one.settle()
+    one.evict_all()
+    assert ask(one, 3).usage.host_tokens == 28
+    for bench in (one, two):
+        bench.engine.close()
+
+
 def test_pages_get_whom_they_belong_to_and_a_purge_takes_them_from_everywhere(
     tmp_path: Path,
 ) -> None:

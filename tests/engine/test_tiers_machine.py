@@ -20,13 +20,13 @@ from hypothesis.stateful import (
 from engine.config import TierConfig
 from engine.schedule.orders import Fetch, Order
 from engine.store.tier import Status
-from policies.contract.wire import Tier
+from policies.contract.wire import Sampling, Tier
 from tests.engine.order_bench import OrderBench
 from tests.engine.test_scheduler_machine import PAGE_SIZE, ROOTS, SchedulerMachine
 
 MISHAPS = {
-    "get": (Status.MISS, Status.STALE, Status.CORRUPT, Status.TIMEOUT, Status.UNAVAILABLE),
-    "put": (Status.NOSPACE, Status.TIMEOUT, Status.UNAVAILABLE),
+    "get": (Status.TIMEOUT, Status.MISS, Status.STALE, Status.CORRUPT, Status.UNAVAILABLE),
+    "put": (Status.TIMEOUT, Status.NOSPACE, Status.UNAVAILABLE),
 }
 TIERS: tuple[Tier, ...] = ("host", "disk", "cluster")
 
@@ -37,8 +37,8 @@ class TieredMachine(SchedulerMachine):
         step_tokens=st.integers(1, 24),
         max_running=st.integers(1, 6),
         context_tokens=st.integers(20, 60),
-        sizes=st.fixed_dictionaries({}, optional={tier: st.integers(1, 30) for tier in TIERS}),
-        prefill=st.sampled_from([1.0, 10.0, 1e6]),
+        sizes=st.dictionaries(st.sampled_from(TIERS), st.sampled_from([2, 9, 30]), min_size=1),
+        prefill=st.sampled_from([1.0, 10.0]),
     )
     def build(  # type: ignore[override]
         self,
@@ -72,7 +72,10 @@ class TieredMachine(SchedulerMachine):
         faults = data.draw(
             st.one_of(
                 st.just({}),
-                st.dictionaries(st.integers(0, 4), st.sampled_from(mishaps), max_size=3),
+                st.dictionaries(
+                    st.integers(0, 4), st.sampled_from(mishaps), min_size=1, max_size=3
+                ),
+                st.just(dict.fromkeys(range(40), Status.TIMEOUT)),
                 st.sampled_from([dict.fromkeys(range(40), status) for status in mishaps]),
             )
         )
@@ -89,25 +92,48 @@ class TieredMachine(SchedulerMachine):
         at = data.draw(st.integers(0, len(self.orders.overdue) - 1))
         self.orders.quiet(at, self.now, lands=lands)
 
-    @rule(tier=st.sampled_from(TIERS), data=st.data())
-    def lose(self, tier: Tier, data: st.DataObject) -> None:
-        """A tier loses pages behind our back, or all of them: it was restarted empty."""
-        store = self.orders.stores.get(tier)
-        if store is not None and store.pages:
-            lost = data.draw(st.sets(st.sampled_from(sorted(store.pages))))
-            for key in lost or list(store.pages):
-                del store.pages[key]
-
-    @rule(root=st.sampled_from(ROOTS))
-    def purge(self, root: bytes) -> None:
-        owner = root[:16]
-        self.scheduler.purge(owner)
-        self.scheduler.tiers.purge(owner, self.now + 10.0)
-        self.purged.add(owner)
+    @rule(
+        family=st.integers(0, 1),
+        length=st.integers(9, 32),
+        root=st.sampled_from(ROOTS),
+        also=st.booleans(),
+    )
+    def come_back(self, family: int, length: int, root: bytes, also: bool) -> None:
+        """A prompt that was here before, when the device has it no more; two of them at once."""
+        while self.scheduler.cache.evict(self.now):
+            pass
+        for more in range(1 + also):
+            sampling = Sampling(max_tokens=2, seed=more)
+            self.submit_one(family, length + more, root, sampling, None, None)
 
     @rule()
-    def drain(self) -> None:
-        self.scheduler.tiers.demote(self.now)
+    def serve_all(self) -> None:
+        """As on a quiet day: everything is computed and everything is copied."""
+        self.run_on(25)
+        self.orders.settle(self.now, quiet=False)
+        self.run_on(25)
+        self.orders.settle(self.now, quiet=False)
+
+    @rule(
+        what=st.sampled_from(["lose", "lose", "purge", "drain"]),
+        tier=st.sampled_from(TIERS),
+        root=st.sampled_from(ROOTS),
+        data=st.data(),
+    )
+    def calamity(self, what: str, tier: Tier, root: bytes, data: st.DataObject) -> None:
+        """A tier loses pages behind our back, or all of them; a tenant is purged; a drain."""
+        if what == "lose":
+            store = self.orders.stores.get(tier)
+            if store is not None and store.pages:
+                lost = data.draw(st.sets(st.sampled_from(sorted(store.pages))))
+                for key in lost or list(store.pages):
+                    del store.pages[key]
+        elif what == "purge":
+            self.scheduler.purge(root[:16])
+            self.scheduler.tiers.purge(root[:16], self.now + 10.0)
+            self.purged.add(root[:16])
+        else:
+            self.scheduler.tiers.demote(self.now)
 
     def submit_one(self, family: int, length: int, root: bytes, *rest: object) -> int | None:
         sequence_id = super().submit_one(family, length, root, *rest)
@@ -154,7 +180,7 @@ class TieredMachine(SchedulerMachine):
 
 
 SMALL = settings(
-    max_examples=150,
+    max_examples=250,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -87,7 +87,7 @@ class TieredBench(EngineBench):
         self.scheduler.rates = SlowRates(1e-3, config.step_tokens)
         for tier in tiers:
             if isinstance(tier, SharedHostTier):
-                self.scheduler.tiers.share("host", lambda keys, tier=tier: tier.lookup(keys, 0.0))  # type: ignore[misc]
+                self.scheduler.tiers.share("host", tier.peek)
             else:
                 self.scheduler.tiers.load(tier.name, tier.records(), time.monotonic())
         failures = 10**9 if patient else 3

@@ -96,6 +96,11 @@ def test_tiers_may_be_off_or_shared_and_a_script_has_none(tmp_path: Path, roomy:
     assert tier_flags(off, "n1", "m") == (
         *("--kv-host-mb", "0", "--kv-disk-mb", "0", "--cluster-store", "mooncake://m:1"),
     )
+    named = {"kv_host_share": tmp_path, "kv_disk_mb": 0}
+    assert tier_flags(config(tmp_path, **named), "n1", "m")[4:] == (
+        *("--kv-host-share", str(tmp_path)),
+    )
+    assert "--kv-host-share" not in tier_flags(config(tmp_path, kv_host_mb=0, **named), "n1", "m")
     assert tier_flags(config(tmp_path, script=tmp_path / "s.json"), "n1", "m") == ()
     assert not (tmp_path / "kv").exists()
 
@@ -123,8 +128,9 @@ def test_a_folder_that_cannot_be_made_is_refused_with_its_flag(tmp_path: Path) -
 def test_the_flags_of_tiers_are_read_and_checked(tmp_path: Path) -> None:
     read = flags_of(
         *("--kv-host-mb", "64", "--kv-disk-mb", "128", "--kv-disk-dir", str(tmp_path)),
-        *("--cluster-store", "mooncake://master:50051"),
+        *("--cluster-store", "mooncake://master:50051", "--kv-host-share", str(tmp_path / "a")),
     )
+    assert read.kv_host_share == tmp_path / "a"
     assert (read.kv_host_mb, read.kv_disk_mb, read.kv_disk_dir) == (64, 128, tmp_path)
     assert read.cluster_store == "mooncake://master:50051"
     for arguments in (

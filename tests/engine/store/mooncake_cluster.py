@@ -1,33 +1,26 @@
-"""A Mooncake cluster of processes for tests, in a network namespace of its own.
-
-Mooncake listens on every address and asks nobody who they are, so it is not started anywhere else.
-"""
+"""A Mooncake cluster of processes for tests, in a network namespace of its own."""
 
 from __future__ import annotations
 
 import atexit
-import ctypes
-import fcntl
 import functools
 import http.client
 import json
 import os
 import re
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+from benchmarks.mooncake import Network, start_master
 
 CLIENT_TTL_S = 3  # the master forgets an owner that says nothing for so long
 PATIENCE_S = 30.0
@@ -44,41 +37,6 @@ print(code, flush=True)
 sys.stdin.read()
 os._exit(0)
 """
-
-
-class Network:
-    """A network namespace with nothing but loopback; a thread is in it or not."""
-
-    def __init__(self) -> None:
-        made: list[int] = []
-
-        def make() -> None:  # on a thread that ends with it
-            if _libc().unshare(0x40000000):  # CLONE_NEWNET
-                return
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-                up = struct.pack("16sh", b"lo", 0x41)  # IFF_UP | IFF_RUNNING
-                fcntl.ioctl(any_socket, 0x8914, up)  # SIOCSIFFLAGS
-            made.append(os.open("/proc/thread-self/ns/net", os.O_RDONLY))
-
-        thread = threading.Thread(target=make)
-        thread.start()
-        thread.join()
-        if not made:
-            pytest.skip(
-                "Mooncake has no authentication: only root can give it a network of its own"
-            )
-        self._fd = made[0]
-
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Threads and processes begun within are in it for good."""
-        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-        assert _libc().setns(self._fd, 0) == 0
-        try:
-            yield
-        finally:
-            assert _libc().setns(home, 0) == 0
-            os.close(home)
 
 
 class Inside:
@@ -111,24 +69,9 @@ class Cluster:
         self._processes: list[subprocess.Popen[str]] = []
 
     def master(self) -> subprocess.Popen[str]:
-        with self.network.inside(), (self._folder / "master.log").open("w") as log:
-            master = subprocess.Popen(
-                [
-                    Path(sys.executable).with_name("mooncake_master"),
-                    "--rpc_address=127.0.0.1",
-                    f"--rpc_port={self._port}",
-                    "--metrics_host=127.0.0.1",
-                    f"--metrics_port={self._port + 1}",
-                    f"--client_ttl={CLIENT_TTL_S}",
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                text=True,
-                cwd=self._folder,
-            )
-            self._processes.append(master)
-            until(lambda: _is_open(self._port) and _is_open(self._port + 1))
+        with self.network.inside():
+            master = start_master(self._folder, port=self._port, client_ttl_s=CLIENT_TTL_S)
+        self._processes.append(master)
         return master
 
     def owner(self, megabytes: int = 24) -> subprocess.Popen[str]:
@@ -228,7 +171,10 @@ class Memory:
 
 @functools.cache
 def network() -> Network:
-    return Network()
+    try:
+        return Network()
+    except PermissionError as error:
+        pytest.skip(str(error))
 
 
 @functools.cache
@@ -249,12 +195,3 @@ def until(holds: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def _is_open(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)

@@ -114,6 +114,21 @@ def test_the_pages_of_a_killed_engine_are_found_and_a_new_size_makes_a_new_arena
     tier.close()
 
 
+def test_what_killed_engines_left_is_removed_by_whoever_makes_an_arena_next(
+    tmp_path: Path,
+) -> None:
+    os.waitpid(_fork_put_and_die(tmp_path), 0)
+    (left,) = (path for path in tmp_path.glob("kagari-*") if path.suffix != ".lock")
+    used = SharedArenaTier(tmp_path / "used", LAYOUT, 6, folder=tmp_path)
+    assert not left.exists()
+    another = SharedArenaTier(tmp_path / "another", LAYOUT, 6, folder=tmp_path)
+    assert put(used, 1) == [OK]
+    assert used.path.exists()
+    assert used.arena_id != another.arena_id
+    for tier in (used, another):
+        tier.close()
+
+
 def _fork_put_and_die(folder: Path) -> int:
     script = (
         "import os, signal, sys; from pathlib import Path\n"

@@ -748,6 +748,24 @@ def test_a_page_of_the_cluster_store_is_near_every_node_whose_pages_mean_the_sam
     assert hits == {"writer": 512, "reader": 512, "fp8": 0, "alone": 0}
 
 
+def test_a_page_in_memory_that_engines_share_is_near_each_of_them_and_no_other() -> None:
+    memory = wire.TierReport("host", 100, 8, fetch_bytes_per_s=1e9)
+    here = {"page_bytes": 1000, "host_arena": "a"}
+    nodes = {
+        "writer": FakeNode(gateway := fleet(), "writer", info(**here)).join(),
+        "reader": FakeNode(gateway, "reader", info(**here)).join(),
+        "elsewhere": FakeNode(gateway, "elsewhere", info(page_bytes=1000, host_arena="b")).join(),
+        "own": FakeNode(gateway, "own", info(page_bytes=1000)).join(),
+    }
+    for node in nodes.values():
+        tiered(node, memory)
+    stored(nodes["writer"], 0, "host", *range(1, 9))
+    stored(nodes["own"], 0, "host", 1, 2)
+    with gateway.dispatch(request(1, 600)) as stream:
+        hits = {one.candidate.node_id: one.hit_tokens for one in stream.decision.scored}
+    assert hits == {"writer": 512, "reader": 512, "elsewhere": 0, "own": 128}
+
+
 def test_a_hit_is_told_by_tier_as_its_start_or_surer_its_end_says() -> None:
     node = FakeNode(gateway := fleet(), "n1").join()
 
