@@ -34,6 +34,7 @@ class Arrival:
     deadline: float
     anchor: list[PageId] = field(default_factory=list)  # what is before them, held beside them
     statuses: tuple[Status, ...] | None = None  # arrived; the pages before it have not
+    is_quiet: bool = False  # its call was overdue and has returned, before those pages arrived
     is_dead: bool = False  # its tenant was purged, or its bytes are in doubt
 
     @property
@@ -231,7 +232,7 @@ class Fetches:
         # Tails first, so that tails are evicted first.
         pages = [*arrival.pages[::-1], *arrival.anchor]
         held = Held(arrival.shelf, HoldKind.TRANSFER, pages, num_fetching=len(arrival.pages))
-        is_overdue = Status.TIMEOUT in statuses
+        is_overdue = Status.TIMEOUT in statuses and not arrival.is_quiet
         self._ledger.give_back(order_id, held, is_overdue=is_overdue)
         if not is_overdue:
             self.give_back(held)

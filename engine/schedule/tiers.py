@@ -169,8 +169,10 @@ class SlowerTiers:
         """How an order went. Raises KeyError on an order that is not under way."""
         match news:
             case OrderQuiet(order_id):
-                held = self._ledger.quiet(order_id)
-                if held is not None:
+                entry = self._ledger.under_way.get(order_id)
+                if isinstance(entry, Arrival):  # it waits for what is before it, and ends then
+                    entry.is_quiet = True
+                elif (held := self._ledger.quiet(order_id)) is not None:
                     self._fetches.give_back(held)
             case OrderDone(order_id):
                 entry = self._ledger.under_way[order_id]

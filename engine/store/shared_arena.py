@@ -80,10 +80,9 @@ class SharedArenaTier:
         self._counting = threading.Lock()
         self._writing = threading.Lock()  # among our threads; the file's among processes
         self._closed = False
-        self._lock_fd = _open_private(self.path.with_suffix(".lock"))
+        self._lock_fd = _lock_to_start(self.path)
         self._table: Table | None = None
         try:
-            _lock_to_start(self._lock_fd, self.path)
             self._fd, self._table = _attach(self.path, layout, capacity_pages)
             self._table.mend()
         except BaseException:
@@ -179,7 +178,7 @@ class SharedArenaTier:
         with self._locked(time.monotonic() + CLOSE_S) as status:
             self._table = None  # its memory goes with the last copy that still runs
             if status is None and _try_flock(self._fd):
-                self.path.unlink(missing_ok=True)
+                _remove(self.path)
         os.close(self._fd)
 
     # --- inside ---------------------------------------------------------------------------------
@@ -482,21 +481,35 @@ def _remove_abandoned(own: Path) -> None:
     """Arenas of ours beside this one that no engine is in: their memory would be lost for good."""
     for lock in own.parent.glob("kagari-" + 32 * "[0-9a-f]" + ".lock"):
         arena = lock.with_suffix("")
-        if arena == own or not arena.exists():
+        if arena == own:
             continue
         with suppress(ConfigError, OSError):
             lock_fd = _open_private(lock)
             try:
-                if not _try_flock(lock_fd):  # one is about to be in it
-                    continue
+                if not (_try_flock(lock_fd) and _is_at(lock_fd, lock)):
+                    continue  # one is about to be in it
                 fd = _open_private(arena)
                 try:
                     if _try_flock(fd):
-                        arena.unlink()
+                        _remove(arena)
                 finally:
                     os.close(fd)
             finally:
                 os.close(lock_fd)
+
+
+def _remove(arena: Path) -> None:
+    """Under its lock, which goes with it: who waits for that one finds it gone and takes the new
+    one's."""
+    arena.unlink(missing_ok=True)
+    arena.with_suffix(".lock").unlink(missing_ok=True)
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _read_head(fd: int) -> tuple[Any, ...]:
@@ -529,9 +542,15 @@ def _not_ours(path: Path, found: object) -> ConfigError:
     )
 
 
-def _lock_to_start(fd: int, path: Path) -> None:
+def _lock_to_start(path: Path) -> int:
+    """The arena's lock, held. Raises ConfigError where another holds it for too long."""
+    lock = path.with_suffix(".lock")
     deadline = time.monotonic() + START_S
-    while not _try_flock(fd):
+    while True:
+        fd = _open_private(lock)
+        if _try_flock(fd) and _is_at(fd, lock):
+            return fd
+        os.close(fd)
         if time.monotonic() >= deadline:
             raise ConfigError(
                 FIELD,

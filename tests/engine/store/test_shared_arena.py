@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import signal
@@ -74,7 +75,7 @@ def test_engines_of_one_home_and_layout_share_and_others_do_not(tmp_path: Path) 
     finally:
         for tier in (first, second, other, apart):
             tier.close()
-    assert [path for path in tmp_path.iterdir() if path.suffix != ".lock"] == []
+    assert list(tmp_path.iterdir()) == [], "the last to leave removes it"
 
 
 def test_a_full_arena_names_the_least_recently_used_of_all_engines(tmp_path: Path) -> None:
@@ -121,12 +122,34 @@ def test_what_killed_engines_left_is_removed_by_whoever_makes_an_arena_next(
     (left,) = (path for path in tmp_path.glob("kagari-*") if path.suffix != ".lock")
     used = SharedArenaTier(tmp_path / "used", LAYOUT, 6, folder=tmp_path)
     assert not left.exists()
+    assert not left.with_suffix(".lock").exists()
     another = SharedArenaTier(tmp_path / "another", LAYOUT, 6, folder=tmp_path)
     assert put(used, 1) == [OK]
     assert used.path.exists()
     assert used.arena_id != another.arena_id
     for tier in (used, another):
         tier.close()
+
+
+def test_who_waits_for_the_lock_of_an_arena_that_goes_takes_the_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = arena(tmp_path)
+    lock = last.path.with_suffix(".lock")
+    really_open = shared_arena._open_private
+
+    def open_as_it_goes(path: Path) -> int:
+        fd = really_open(path)
+        last.close()  # the first time, which removes both files
+        return fd
+
+    monkeypatch.setattr(shared_arena, "_open_private", open_as_it_goes)
+    tier = arena(tmp_path)
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert put(tier, 1, seconds=0.05) == [Status.TIMEOUT]
+    assert put(tier, 1) == [OK]
+    tier.close()
 
 
 def _fork_put_and_die(folder: Path) -> int:
