@@ -22,8 +22,8 @@ FAULTS = {
     Fault.DROP: 0.05,
     Fault.DELAY: 0.1,
     Fault.CORRUPT: 0.05,
-    Fault.HANG: 0.01,
-    Fault.OVERRUN: 0.003,
+    Fault.HANG: 0.02,
+    Fault.OVERRUN: 0.02,
     Fault.NOSPACE: 0.03,
     Fault.UNAVAILABLE: 0.03,
 }
@@ -34,10 +34,13 @@ REFUSALS = {"page_integrity", "logits_not_finite"}  # that were provoked
 @pytest.fixture(autouse=True)
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.schedule.shelf._REST_S", 0.0)
-    monkeypatch.setattr("engine.schedule.fetches.fetch_deadline_s", lambda *_: 0.03)
+    patience = random.Random(0)  # one fetch is given up before, another behind one that overruns
+    monkeypatch.setattr(
+        "engine.schedule.fetches.fetch_deadline_s", lambda *_: patience.choice([0.005, 0.05])
+    )
     monkeypatch.setattr("engine.store.tiered.WRITE_S", 0.03)
     monkeypatch.setattr("engine.purges.PURGE_S", 0.2)
-    monkeypatch.setattr("engine.store.fault_tier.OVERRUN_S", 0.2)
+    monkeypatch.setattr("engine.store.fault_tier.OVERRUN_S", 0.02)
 
 
 class Wild:
@@ -54,7 +57,7 @@ class Wild:
         self.longest = min(79, num_pages * PAGE_SIZE - 1)
         self.bases = [array("I", [at] * chance.randint(1, self.longest)) for at in range(4)]
         self.asked: dict[int, tuple[array[int], int, int]] = {}  # prompt, tokens, seed by lane
-        self.acts = [self.ask] * 10 + [self.abort] * 2
+        self.acts = [self.ask] * 10 + [self.abort, self.bench.evict_all] * 2
         self.acts += [self.purge, self.pin, self.unpin, self.drain, self.stray, self.sicken]
 
     def ask(self) -> None:
