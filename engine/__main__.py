@@ -336,7 +336,7 @@ def _parser() -> argparse.ArgumentParser:
         "--kv-host-share", metavar="DIR", help="engines that name one share a host tier"
     )
     flags.add_argument("--kv-disk-mb", type=int, default=0, help="disk tier; 0: none")
-    flags.add_argument("--kv-disk-dir", help="the disk tier's folder; it outlives this process")
+    flags.add_argument("--kv-disk-dir", help="the disk tier's folder, this engine's alone")
     flags.add_argument("--cluster-store", metavar="URL", help="pages shared by a cluster")
     flags.add_argument("--script", help="answer from this JSON file instead of a model")
     flags.add_argument("--bundle", help="the tokenizer bundle that --script speaks in")

@@ -34,6 +34,8 @@ def tier_flags(config: NodeConfig, node_id: str, model: str) -> tuple[str, ...]:
     if disk_mb:
         _make_private(folder)
         flags += ("--kv-disk-dir", str(folder))
+    else:
+        _remove(folder)
     if config.cluster_store is not None:
         flags += ("--cluster-store", config.cluster_store)
     return flags
@@ -74,6 +76,17 @@ def _occupied(folder: Path) -> int:
     if not folder.is_dir():
         return 0
     return sum([path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file()])
+
+
+def _remove(folder: Path) -> None:
+    """What an earlier life had on disk: no purge would reach it there."""
+    if not folder.is_dir():
+        return
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        log = structlog.get_logger()
+        log.warning("disk_pages_left", folder=str(folder), error=error.strerror or str(error))
 
 
 def _make_private(folder: Path) -> None:

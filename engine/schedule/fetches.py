@@ -35,7 +35,7 @@ class Arrival:
     anchor: list[PageId] = field(default_factory=list)  # what is before them, held beside them
     statuses: tuple[Status, ...] | None = None  # arrived; the pages before it have not
     is_quiet: bool = False  # its call was overdue and has returned, before those pages arrived
-    is_dead: bool = False  # its tenant was purged
+    is_dead: bool = False  # its tenant was purged, or its bytes are in doubt
 
     @property
     def parent(self) -> bytes | None:
@@ -260,6 +260,11 @@ class Fetches:
         for arrival in self._arrivals.values():
             if arrival.whose.owner == owner:
                 arrival.is_dead = True
+
+    def distrust(self, keys: Sequence[bytes]) -> None:
+        """What arrives of these is not published."""
+        for arrival in {id(at): at for key in keys if (at := self._arriving.get(key))}.values():
+            arrival.is_dead = True
 
     def invariants(self) -> None:
         for arrival in self._arrivals.values():

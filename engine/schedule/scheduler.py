@@ -594,8 +594,10 @@ class Scheduler:
         )
 
     def _fail_insane(self, sequence: Sequence) -> SequenceFailed:
-        """Its pages may be what is wrong, whatever their tags say."""
+        """Its pages may be what is wrong, whatever their tags say; and so may copies of them."""
         self.cache.forget(sequence.page_table[0])
+        if self.tiers:
+            self.tiers.distrust(sequence.page_keys(sequence.num_sealed, self.config.page_size))
         return self._fail(
             sequence,
             "logits_not_finite",

@@ -153,6 +153,16 @@ class SlowerTiers:
             orders[self._ledger.purge(shelf, owner, deadline, gone)] = shelf.name
         return count, orders
 
+    def distrust(self, keys: Sequence[bytes]) -> None:
+        """The bytes of this chain may be wrong from before they were copied, which no checksum
+        tells: no tier shall bring them again."""
+        self._fetches.distrust(keys)
+        for shelf in self._shelves.values():
+            gone = shelf.index.forget(keys)
+            shelf.let_go(gone)
+            # Others may have put there what the index does not know of.
+            self._ledger.drop(shelf, gone if shelf.is_own else dict.fromkeys((*gone, *keys)))
+
     # --- what is told of orders -----------------------------------------------------------------
 
     def take(self, news: OrderNews, now: float) -> None:

@@ -75,6 +75,16 @@ class BlockFile:
         os.close(self._fd)
 
 
+def remove_unused(path: Path) -> None:
+    """Remove such a file. Raises OSError, also while a process uses it."""
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+    finally:
+        os.close(fd)
+
+
 def _open(path: Path) -> int:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -15,14 +15,14 @@ from pathlib import Path
 import msgspec
 
 from engine.config import ConfigError, EngineConfig, TierConfig
-from engine.store.block_file import BLOCK, whole_blocks
+from engine.store.block_file import BLOCK, remove_unused, whole_blocks
 from engine.store.guard import Guard
 from engine.store.host import HostTier
 from engine.store.mooncake import MooncakeTier
 from engine.store.page_codec import PageLayout
 from engine.store.shared_arena import SharedArenaTier
 from engine.store.shared_host import SharedHostTier
-from engine.store.slot_file import SlotFileTier
+from engine.store.slot_file import FILE_NAME, SlotFileTier
 from engine.store.tier import PageRecord, Tier
 from engine.store.tiered import PageMemory, TieredStore
 from policies.contract.page_keys import interchangeable_id
@@ -36,6 +36,7 @@ _ASSUMED: Mapping[TierName, tuple[float, float]] = {
     "disk": (1e9, 0.002),
     "cluster": (2e8, 0.01),
 }
+_CALLS_AT_ONCE = 8  # of a tier: its lane's reads and write, reads for slower tiers, some that hang
 
 
 @dataclass(slots=True)
@@ -102,9 +103,9 @@ def open_tiers(
         )
         for tier in opened.tiers
     )
-    store = TieredStore([Guard(tier) for tier in opened.tiers], memory)
+    guards = [Guard(tier, max_in_flight=_CALLS_AT_ONCE) for tier in opened.tiers]
     return OpenTiers(
-        store,
+        TieredStore(guards, memory),
         configs,
         found,
         {} if shared is None else {"host": shared.peek},
@@ -153,7 +154,23 @@ def _folder(config: EngineConfig, layout: PageLayout, weights_digest: str) -> st
 def _open_disk(
     folder: Path, layout: PageLayout, capacity_pages: int, progress: Progress
 ) -> SlotFileTier:
+    left = _remove_others(folder)
     tier = SlotFileTier(folder, layout, capacity_pages, lambda share: progress("scan", share))
-    for note in tier.notes:
+    for note in (*left, *tier.notes):
         sys.stderr.write(f"engine: {note}\n")
     return tier
+
+
+def _remove_others(folder: Path) -> list[str]:
+    """What this engine left beside it with other weights, pages or arithmetic: the disk that it was
+    promised is in use once, and no purge would reach there. Returns what could not be removed."""
+    left: list[str] = []
+    for path in folder.parent.glob(f"*/{FILE_NAME}"):
+        if path.parent == folder:
+            continue
+        try:
+            remove_unused(path)
+            path.parent.rmdir()
+        except OSError as error:
+            left.append(f"{path}: pages of another kind stay there ({error.strerror})")
+    return left

@@ -160,7 +160,8 @@ def _find(services: Services, prefix_id: str) -> Prefix:
     prefixes = {prefix.prefix_id: prefix for prefix in services.keeper.prefixes()}
     if prefix_id in prefixes:
         return prefixes[prefix_id]
-    nearest = near(prefix_id, list(prefixes))
+    named = [one.prefix_id for one in prefixes.values() if one.name == prefix_id]
+    nearest = named or near(prefix_id, list(prefixes))
     raise GatewayError(
         "prefix_not_found",
         field="prefix",

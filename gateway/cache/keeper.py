@@ -111,7 +111,8 @@ class Keeper:
         orders = load_orders(path)
         self._prefixes = {prefix.prefix_id: prefix for prefix in orders.prefixes}
         self._purges = {purge.purge_id: purge for purge in orders.purges}
-        self._told: dict[tuple[str, str, int], _Told] = {}  # order, node, engine
+        # By node and engine, then by order's id.
+        self._told: dict[tuple[str, int], dict[str, _Told]] = {}
         self._ids: dict[tuple[str, str], bytes | PinResult] = {}  # prefix, bundle → packed ids
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
@@ -208,7 +209,7 @@ class Keeper:
         ]
 
     def _pinned_on(self, prefix: Prefix, place: Place) -> PinnedOn:
-        told = self._told.get((prefix.prefix_id, place.node_id, place.index))
+        told = self._told_at(place).get(prefix.prefix_id)
         answer = told.answer if told is not None and told.engine is place.engine else None
         if not place.speaks:
             answer = PinResult(place.index, prefix.prefix_id, 0, "unsupported", TOO_OLD)
@@ -234,7 +235,7 @@ class Keeper:
         )
 
     def _purged_on(self, purge: Purge, place: Place) -> PurgedOn:
-        told = self._told.get((purge.purge_id, place.node_id, place.index))
+        told = self._told_at(place).get(purge.purge_id)
         answer = told.answer if told is not None else None
         info = place.engine.info
         where = (place.node_id, place.index, info.model)
@@ -258,7 +259,7 @@ class Keeper:
     def take(self, node_id: str, answer: PinResult | PurgeResult) -> None:
         """A node's answer; one that nobody here asked for is ignored."""
         order_id = answer.pin_id if isinstance(answer, PinResult) else answer.purge_id
-        told = self._told.get((order_id, node_id, answer.engine))
+        told = self._told.get((node_id, answer.engine), {}).get(order_id)
         if told is None:
             return
         if isinstance(answer, PinResult) and answer.code:
@@ -268,7 +269,7 @@ class Keeper:
         if purge is not None and isinstance(answer, PurgeResult) and not answer.left:
             done = (node_id, told.engine.info.model)
             if done not in purge.done:
-                self._purges[order_id] = msgspec.structs.replace(purge, done=(*purge.done, done))
+                self._purges[order_id] = msgspec.structs.replace(purge, done=purge.done | {done})
                 self._is_saved = False
                 self._wake.set()
         self._changed.set()
@@ -301,39 +302,44 @@ class Keeper:
 
     async def look(self) -> None:
         """Tell what has not been told; one pass."""
-        now, wall = self._clock(), self._wall()
+        wall = self._wall()
         expired = [one.prefix_id for one in self._prefixes.values() if one.expires_at <= wall]
         for prefix_id in expired:
             self._drop(prefix_id)
-        places = self._fleet.places()
-        for prefix in list(self._prefixes.values()):
-            for place in places:
-                is_ordered = prefix.prefix_id in self._prefixes  # still, after any rendering
-                if is_ordered and self._wants_pin(prefix, place, now):
-                    await self._tell_pin(prefix, place, now)
-        for place in places:
-            self._tell_purges(place, now, wall)
-        if expired or not self._is_saved:
-            await self._save_or_later()
-        self._forget_gone()
-
-    def _tell_purges(self, place: Place, now: float, wall: float) -> None:
-        """A few at a time: each makes an engine look through all that its tiers hold."""
-        under_way = [
-            told
-            for (order_id, *where), told in self._told.items()
-            if where == [place.node_id, place.index]
-            and order_id in self._purges
-            and told.engine is place.engine
-            and told.answer is None
-            and now - told.at < ASK_AGAIN_S
-        ]
-        room = PURGES_AT_ONCE - len(under_way)
         for purge in list(self._purges.values()):
             if wall - purge.asked_at > MAX_PURGE_S:
                 del self._purges[purge.purge_id]
                 self._is_saved = False
-            elif room > 0 and self._wants_purge(purge, place, now):
+        for place in self._fleet.places():
+            await self._look_at(place)
+            await asyncio.sleep(0)  # many orders on many engines: streams go on in between
+        if expired or not self._is_saved:
+            await self._save_or_later()
+        self._forget_gone()
+
+    async def _look_at(self, place: Place) -> None:
+        now = self._clock()
+        for prefix in list(self._prefixes.values()):
+            is_ordered = prefix.prefix_id in self._prefixes  # still, after any rendering
+            if is_ordered and self._wants_pin(prefix, place, now):
+                await self._tell_pin(prefix, place, now)
+        self._tell_purges(place, now)
+
+    def _tell_purges(self, place: Place, now: float) -> None:
+        """A few at a time: each makes an engine look through all that its tiers hold."""
+        under_way = [
+            told
+            for order_id, told in self._told_at(place).items()
+            if told.answer is None
+            and order_id in self._purges
+            and told.engine is place.engine
+            and now - told.at < ASK_AGAIN_S
+        ]
+        room = PURGES_AT_ONCE - len(under_way)
+        for purge in list(self._purges.values()):
+            if room <= 0:
+                return
+            if self._wants_purge(purge, place, now):
                 order = wire.Purge(place.index, purge.purge_id, self._home.salt(purge.tenant))
                 self._tell(purge.purge_id, place, order, now)
                 room -= 1
@@ -342,7 +348,7 @@ class Keeper:
         engine = place.engine
         if engine.info.model != prefix.model or not (place.speaks and place.is_serving):
             return False
-        told = self._told.get((prefix.prefix_id, place.node_id, place.index))
+        told = self._told_at(place).get(prefix.prefix_id)
         if told is None or told.engine is not engine:
             return True
         answer = told.answer
@@ -355,7 +361,7 @@ class Keeper:
     def _wants_purge(self, purge: Purge, place: Place, now: float) -> bool:
         if not place.speaks or (place.node_id, place.engine.info.model) in purge.done:
             return False
-        told = self._told.get((purge.purge_id, place.node_id, place.index))
+        told = self._told_at(place).get(purge.purge_id)
         return told is None or told.engine is not place.engine or now - told.at >= ASK_AGAIN_S
 
     async def _tell_pin(self, prefix: Prefix, place: Place, now: float) -> None:
@@ -372,7 +378,7 @@ class Keeper:
                 return
         if isinstance(ids, PinResult):
             answer = msgspec.structs.replace(ids, engine=place.index)
-            self._told[self._key(prefix.prefix_id, place)] = _Told(place.engine, now, answer, now)
+            self._told_at(place)[prefix.prefix_id] = _Told(place.engine, now, answer, now)
             self._changed.set()
             return
         ttl_s = min(LEASE_S, prefix.expires_at - self._wall())
@@ -383,23 +389,23 @@ class Keeper:
     def _tell(self, order_id: str, place: Place, order: wire.Pin | wire.Purge, now: float) -> None:
         if not self._fleet.order(place, order):
             return
-        key = self._key(order_id, place)
-        before = self._told.get(key)
-        told = self._told[key] = _Told(place.engine, now)
+        told_there = self._told_at(place)
+        before = told_there.get(order_id)
+        told = told_there[order_id] = _Told(place.engine, now)
         if before is not None and before.engine is place.engine and _is_held(before):
             told.answer, told.answered_at = before.answer, before.answered_at  # while it is renewed
 
-    def _key(self, order_id: str, place: Place) -> tuple[str, str, int]:
-        return order_id, place.node_id, place.index
+    def _told_at(self, place: Place) -> dict[str, _Told]:
+        return self._told.setdefault((place.node_id, place.index), {})
 
     def _forget_gone(self) -> None:
         """Answers of nodes that are known no more, and to orders that stand no more."""
         known = {(place.node_id, place.index) for place in self._fleet.places(linked=False)}
-        self._told = {
-            key: told
-            for key, told in self._told.items()
-            if key[1:] in known and (key[0] in self._prefixes or key[0] in self._purges)
-        }
+        for where in self._told.keys() - known:
+            del self._told[where]
+        for told in self._told.values():
+            for order_id in told.keys() - self._prefixes.keys() - self._purges.keys():
+                del told[order_id]
 
     async def _save_or_later(self) -> None:
         """What is ordered holds, saved or not: a full disk must not keep a tenant's pages alive."""

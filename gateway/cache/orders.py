@@ -50,7 +50,7 @@ class Purge(Struct, frozen=True):
     purge_id: str
     tenant: str
     asked_at: float
-    done: tuple[tuple[str, str], ...] = ()
+    done: frozenset[tuple[str, str]] = frozenset()
 
 
 class Orders(Struct, frozen=True):

@@ -251,7 +251,8 @@ def prefixes_create(
     wait_s: Annotated[float, typer.Option(help="Longest wait for the nodes' answers.")] = 15.0,
     as_json: AsJson = False,
 ) -> None:
-    """Pin a prompt on every node that serves the model, and on those that join later."""
+    """Pin a prompt on every node that serves the model, and on those that join later. Exit 1 while
+    one lacks it: it is asked again."""
     from gateway.cli.admin_call import read_prompt
     from gateway.cli.admin_tables import show_prefix
 
@@ -261,6 +262,8 @@ def prefixes_create(
         "POST", "/prefixes", body={**body, **read_prompt(file)}, patience_s=wait_s + ANSWER_S
     )
     admin.show(made, show_prefix, as_json=as_json)
+    if made["state"] != "pinned":
+        raise SystemExit(FAILED)
 
 
 @prefixes_app.command("delete")

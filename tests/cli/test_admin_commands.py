@@ -119,7 +119,14 @@ def test_every_command_answers_in_json_and_as_a_table(
     assert (pinned["state"], pinned["pages"]) == ("pinned", 6)
     assert ask("prefixes", "list") == [pinned]
     assert "n1 engine 0: pinned, 6 pages" in table("prefixes", "show", pinned["prefix_id"])
+    by_name = here("admin", "--home", home, "prefixes", "delete", "p")
+    assert by_name.returncode == 1
+    assert f'did you mean "{pinned["prefix_id"]}"?' in by_name.stderr
     assert "not pinned any more" in table("prefixes", "delete", pinned["prefix_id"])
+    at_once = ("create", "q", "--model", "tiny", "--file", str(prompt), "--wait-s", "0")
+    assert here("admin", "--home", home, "prefixes", *at_once).returncode == 1, "not pinned yet"
+    listed = ask("prefixes", "list")
+    assert "not pinned any more" in table("prefixes", "delete", listed[0]["prefix_id"])
     assert table("prefixes", "list").count("\n") == 1
     assert ask("purge", "default")["complete"]
     assert "nothing is left" in table("purge", "default")

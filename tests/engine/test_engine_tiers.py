@@ -111,6 +111,24 @@ def test_what_is_to_be_retained_outlives_what_came_later() -> None:
     bench.engine.close()
 
 
+def test_no_tier_brings_back_pages_whose_logits_were_not_finite(tmp_path: Path) -> None:
+    """Their checksums are right: the bytes were wrong before they were copied."""
+    bench = TieredBench(HostTier(LAYOUT, 30), SlotFileTier(tmp_path, LAYOUT, 40))
+    ask(bench, 1)
+    ask(bench, 2)
+    bench.evict_all()
+    bench.runner.sick = {3, 4}
+    for lane in (3, 4):  # two that share a fetch
+        bench.submit(1, (lane,), prompt=pack_ids(PROMPT), sampling=Sampling(6, temperature=0.0))
+    bench.settle()
+    assert {code for _, _, code in bench.failures()} == {"logits_not_finite"}
+    assert ask(bench, 5).usage.cached_tokens == 0
+    bench.engine.close(within_s=5.0)
+    again = TieredBench(SlotFileTier(tmp_path, LAYOUT, 40))
+    assert ask(again, 1).usage.disk_tokens == 28, "what was computed anew is kept as before"
+    again.engine.close()
+
+
 def test_two_sequences_share_a_fetch() -> None:
     bench = TieredBench(HostTier(LAYOUT, 30))
     ask(bench, 1)

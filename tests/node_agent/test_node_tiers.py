@@ -105,6 +105,19 @@ def test_tiers_may_be_off_or_shared_and_a_script_has_none(tmp_path: Path, roomy:
     assert not (tmp_path / "kv").exists()
 
 
+def test_a_disk_tier_that_is_switched_off_leaves_no_pages_behind(
+    tmp_path: Path, roomy: None
+) -> None:
+    tier_flags(config(tmp_path), "n1", "m")
+    folder = disk_folder(config(tmp_path), "n1", "m")
+    (folder / "kind").mkdir()
+    (folder / "kind" / "pages.slots").write_bytes(b"pages")
+    tier_flags(config(tmp_path), "n1", "other")
+    tier_flags(config(tmp_path, kv_disk_mb=0), "n1", "m")
+    assert not folder.exists(), "no purge would find them"
+    assert disk_folder(config(tmp_path), "n1", "other").is_dir()
+
+
 def test_a_folder_that_cannot_be_made_is_refused_with_its_flag(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NodeError) as refused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from array import array
@@ -412,3 +413,21 @@ async def test_a_node_that_never_came_back_is_forgotten_after_a_year(world: Worl
     world.restart()
     world.wall_s -= MAX_PURGE_S
     assert await told(world, world.join("n1")) == []
+
+
+async def test_others_have_the_loop_between_engines(world: World) -> None:
+    for at in range(20):
+        world.join(f"n{at}")
+    await world.keeper.purge("t")
+    turns = 0
+
+    async def stream() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    other = asyncio.create_task(stream())
+    await world.keeper.look()
+    other.cancel()
+    assert turns >= 19
