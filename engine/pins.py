@@ -52,7 +52,7 @@ class Pins:
         self._results: list[tuple[int, PinResult]] = []
         config = scheduler.config
         longest = min(config.context_tokens, config.num_pages * config.page_size)
-        self._most_pages = config.num_pages + -(-longest // -config.page_size)
+        self._most_pages = config.num_pages - -(-longest // config.page_size)
 
     def pin(self, channel: int, pin: Pin, prompt: array[int], sequence_id: int, now: float) -> None:
         """Raises SequenceRefused where it cannot be."""

@@ -126,6 +126,18 @@ def test_a_quota_counts_all_pins_of_a_tenant_and_no_others() -> None:
     assert pin(bench, pin_id="c", max_pages=5, salt=b"x" * 32).pages == 3
 
 
+def test_the_longest_sequence_runs_beside_all_that_can_be_pinned() -> None:
+    """Also where the context ends inside a page."""
+    bench = EngineBench(num_pages=20, context_tokens=63)
+    pages = [pack_ids(array("I", [token] * 4)) for token in range(5)]
+    codes = [pin(bench, pin_id=f"{page!r}", prompt=page).code for page in pages]
+    assert codes == ["", "", "", "", "pool_too_small"]
+    prompt = array("I", [5] * 20)
+    bench.submit(1, (1,), prompt=pack_ids(prompt), sampling=Sampling(99, temperature=0.0))
+    bench.drain()
+    assert bench.tokens[1, 1] == alone(prompt, 43)
+
+
 def test_a_draining_engine_pins_nothing() -> None:
     bench = EngineBench()
     bench.engine.handle(0, wire.Drain())

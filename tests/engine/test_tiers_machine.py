@@ -96,13 +96,14 @@ class TieredMachine(SchedulerMachine):
         family=st.integers(0, 1),
         length=st.integers(9, 32),
         root=st.sampled_from(ROOTS),
-        also=st.booleans(),
+        longer=st.sampled_from([(), (1,), (9,)]),
     )
-    def come_back(self, family: int, length: int, root: bytes, also: bool) -> None:
-        """A prompt that was here before, when the device has it no more; two of them at once."""
+    def come_back(self, family: int, length: int, root: bytes, longer: tuple[int, ...]) -> None:
+        """A prompt that was here before, when the device has it no more; at once a longer one, that
+        waits for the same fetch, or for another behind it."""
         while self.scheduler.cache.evict(self.now):
             pass
-        for more in range(1 + also):
+        for more in (0, *longer):
             sampling = Sampling(max_tokens=2, seed=more)
             self.submit_one(family, length + more, root, sampling, None, None)
 
@@ -155,6 +156,11 @@ class TieredMachine(SchedulerMachine):
         self.orders.meddle()
         super().compute(not_due)
         self.orders.meddle()
+
+    @invariant()
+    def the_books_wait_for_nothing_that_is_over(self) -> None:
+        if hasattr(self, "orders"):
+            assert self.may_wait() or self.scheduler.tiers.is_idle
 
     @invariant()
     def a_purged_tenant_is_nowhere(self) -> None:
