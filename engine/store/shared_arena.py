@@ -179,6 +179,9 @@ class SharedArenaTier:
             self._table = None  # its memory goes with the last copy that still runs
             if status is None and _try_flock(self._fd):
                 _remove(self.path)
+            # Not by closing, which copies of the descriptor outlive: of two that leave at once the
+            # second must see that it is the last.
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
         os.close(self._fd)
 
     # --- inside ---------------------------------------------------------------------------------
