@@ -221,7 +221,7 @@ inline LaneInts dot(LaneInts sum, LaneInts weights, const Four& by) {
 constexpr int PANEL_ROWS = 6;  // so many are only multiplied by a panel, never as packed
 constexpr int MOST_ROWS = KAGARI_ISA >= 2 ? PANEL_ROWS : 2;  // held by registers
 constexpr int FEW_ROWS = KAGARI_ISA >= 2 ? 4 : 2;   // or by tiles as they are packed
-constexpr int GROUP_ROWS = 43 * PANEL_ROWS, PANEL_BLOCKS = 24;  // at most, of a panel
+constexpr int GROUP_ROWS = 132, PANEL_BLOCKS = 24;   // rows, and blocks of inputs, of a panel
 constexpr int DIRECT_ROWS = 11;                      // more are worth a panel
 
 struct alignas(64) Panel {  // stays in the first level cache
@@ -405,20 +405,17 @@ void multiply_pair(const Gemm& gemm, int64_t pair, int64_t next, int64_t row, in
 void run_gemm(const void* args, const Step* step) {
   const Gemm& gemm = *static_cast<const Gemm*>(args);
   const int64_t rows = gemm.only_last ? step->num_last : step->rows;
+  const int64_t groups = (rows + GROUP_ROWS - 1) / GROUP_ROWS;
   const int64_t pairs = (gemm.weight->n / 16 + 1) / 2;
-  // Long groups unpack a panel less often, but leave each thread some items.
-  const int64_t fair = rows * pairs / (8 * kagari_threads()) / PANEL_ROWS * PANEL_ROWS;
-  const int64_t group = fair < 66 ? 66 : fair > GROUP_ROWS ? GROUP_ROWS : fair;
-  const int64_t groups = (rows + group - 1) / group;
   // Few rows wait for memory, which comes faster in long ways; many take a microsecond or more.
   const int64_t grain = rows > 8 ? 8192 / (gemm.weight->k * (rows + 8)) + 1
                                  : pairs / (2 * kagari_threads()) + 1;
   const int64_t of_others = grain * (kagari_threads() - 1);
   parallel(pairs * groups, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
-      const int64_t row = i % groups * group, left = rows - row;
+      const int64_t row = i % groups * GROUP_ROWS, left = rows - row;
       const int64_t next = i + 1 < end ? i + 1 : i + 1 + of_others;
-      multiply_pair(gemm, i / groups, next / groups, row, left < group ? left : group);
+      multiply_pair(gemm, i / groups, next / groups, row, left < GROUP_ROWS ? left : GROUP_ROWS);
     }
   });
 }
