@@ -76,8 +76,9 @@ class Activations:
         self._planes[0, :rows] = high
         if limit != 127:
             self._planes[1, :rows] = values - (high << 8)
-        sums = values.view(rows, -1, 2, 16).sum(-1) * self._scales[:rows, :, None]
-        self._sums[:rows] = sums.view(rows, -1)
+        sums = values.view(rows, -1, 2, 16).sum(-1)
+        sums[..., 0] += sums[..., 1]  # of the whole block, and of its second half
+        self._sums[:rows] = (sums * self._scales[:rows, :, None]).view(rows, -1)
 
 
 class PagesInUse:

@@ -96,7 +96,7 @@ class Quants:
     high: Tensor  # int8 [rows, k]
     low: Tensor | None
     scales: Tensor  # fp32 [rows, k / 32]
-    sums: Tensor  # fp32 [rows, k / 16]
+    sums: Tensor  # fp32 [rows, k / 16]: of each 32, and of the last 16 of them
 
     @staticmethod
     def of(x: Tensor, *, both: bool) -> "Quants":
@@ -107,11 +107,13 @@ class Quants:
         values = torch.round(blocks * factor[:, :, None]).int().view(len(x), -1)
         high = (values + 128) >> 8 if both else values
         scales = largest / LIMIT[both]
+        sums = values.view(len(x), -1, 2, 16).sum(3)
+        sums[:, :, 0] += sums[:, :, 1]
         return Quants(
             high=high.to(torch.int8),
             low=(values - (high << 8)).to(torch.int8) if both else None,
             scales=scales,
-            sums=(values.view(len(x), -1, 2, 16).sum(3) * scales[:, :, None]).flatten(1),
+            sums=(sums * scales[:, :, None]).flatten(1),
         )
 
     @staticmethod

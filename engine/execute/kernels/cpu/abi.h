@@ -24,7 +24,7 @@ struct Quants {  // rows of activations as integers: value = (high × 256 + low)
   int8_t* high;    // [rows][width]
   int8_t* low;     // [rows][width]; null: value = high × scale (INT8 activations)
   float* scales;   // [rows][width / 32]
-  float* sums;     // [rows][width / 16] of values
+  float* sums;     // [rows][width / 32][2] of a block's values, and of the last 16 of them
   int32_t width;   // a multiple of 32
 };
 

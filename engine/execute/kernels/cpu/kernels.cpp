@@ -163,9 +163,10 @@ void quantize_row(const float* x, const Quants& quants, int64_t row) {
     const std::make_integer_sequence<int, 16> all;
     sums += exchange<4>(sums, all);
     sums += exchange<2>(sums, all);
+    const int32_t second = sums[8] + sums[9];
     to.scales[first / 32] = scale;
-    to.sums[first / 16] = (sums[0] + sums[1]) * scale;
-    to.sums[first / 16 + 1] = (sums[8] + sums[9]) * scale;
+    to.sums[first / 16] = (sums[0] + sums[1] + second) * scale;
+    to.sums[first / 16 + 1] = second * scale;
   }
 }
 
@@ -220,7 +221,7 @@ inline LaneInts dot(LaneInts sum, LaneInts weights, const Four& by) {
 constexpr int PANEL_ROWS = 6;  // so many are only multiplied by a panel, never as packed
 constexpr int MOST_ROWS = KAGARI_ISA >= 2 ? PANEL_ROWS : 2;  // held by registers
 constexpr int FEW_ROWS = KAGARI_ISA >= 2 ? 4 : 2;   // or by tiles as they are packed
-constexpr int GROUP_ROWS = 66, PANEL_BLOCKS = 24;    // rows, and blocks of inputs, of a panel
+constexpr int GROUP_ROWS = 132, PANEL_BLOCKS = 24;   // rows, and blocks of inputs, of a panel
 constexpr int DIRECT_ROWS = 11;                      // more are worth a panel
 
 struct alignas(64) Panel {  // stays in the first level cache
@@ -234,12 +235,13 @@ struct Runs {  // of two tiles, from their block `first` on
   const uint8_t* next[2];  // may be fetched meanwhile
   const float* bias;       // [2][16]: where sums begin
   int32_t first, blocks, bits, wide, has_min;
-  bool is_halved, is_signed;  // 16 inputs share a scale; 8-bit quants are stored + 128
+  bool is_halved, is_raw;  // 16 inputs share a scale; as packed: 8-bit quants are stored + 128
 };
 
 // Rewrites runs as 8 bits and fp32, so that many rows unpack them once; 8-bit quants, which are
-// stored + 128, get minima that make up for it.
-void widen(const Packed& from, const uint8_t* run, int blocks, uint8_t (*to)[768]) {
+// stored + 128, get minima that make up for it. The second of two minima becomes a difference.
+void widen(const Packed& weight, const uint8_t* run, int blocks, uint8_t (*to)[768]) {
+  const Packed from = weight;  // what is written cannot change it
   const int scales = 32 / from.block * REGISTERS, size = from.wide ? 64 : 32;
   for (int b = 0; b < blocks; b++, run += run_bytes(from)) {
     if (from.bits == 8) memcpy(to[b], run, 512);
@@ -257,6 +259,7 @@ void widen(const Packed& from, const uint8_t* run, int blocks, uint8_t (*to)[768
       const Lanes minimum = from.has_min ? number_at(scales + i) : Lanes{};
       numbers[scales + i] = from.bits == 8 ? fma(scale, -128.0f, minimum) : minimum;
     }
+    for (int i = REGISTERS; i < scales; i++) numbers[scales + i] -= numbers[scales + i - REGISTERS];
   }
 }
 
@@ -323,15 +326,19 @@ void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64
         result[r][v] = fma(__builtin_convertvector(dots[r][v], Lanes),
                            scale * scales[r * (width / 32) + b], result[r][v]);
       });
-      if (Rows == PANEL_ROWS || runs.has_min || runs.is_signed) EACH_VECTOR({
-        const uint8_t* numbers = at[v / REGISTERS];
-        Lanes minimum = {};
-        if (Rows == PANEL_ROWS || runs.has_min)
-          minimum = number(numbers + minimum_at, v % REGISTERS, wide);
-        if (Bits == 8 && Rows < PANEL_ROWS && runs.is_signed)
-          minimum = fma(number(numbers + scale_at, v % REGISTERS, wide), -128.0f, minimum);
-        const float* input = inputs + r * (width / 16) + 2 * b;
-        result[r][v] = fma(minimum, Parts == 2 ? input[part] : input[0] + input[1], result[r][v]);
+      if (Bits == 8 || runs.has_min) EACH_VECTOR({
+        const auto minimum_of = [&](int back) {  // of this part, or of the one before
+          const uint8_t* numbers = at[v / REGISTERS] - back * size;
+          Lanes minimum = {};
+          if (Rows == PANEL_ROWS || runs.has_min)
+            minimum = number(numbers + minimum_at, v % REGISTERS, wide);
+          if (Bits == 8 && Rows < PANEL_ROWS && runs.is_raw)
+            minimum = fma(number(numbers + scale_at, v % REGISTERS, wide), -128.0f, minimum);
+          return minimum;
+        };
+        Lanes minimum = minimum_of(0);
+        if (part && Rows < PANEL_ROWS && runs.is_raw) minimum -= minimum_of(1);
+        result[r][v] = fma(minimum, inputs[r * (width / 16) + 2 * b + part], result[r][v]);
       });
     }
   }
@@ -367,7 +374,7 @@ void multiply_pair(const Gemm& gemm, int64_t pair, int64_t next, int64_t row, in
   runs.wide = widens || weight.wide;
   runs.has_min = widens || weight.has_min;
   runs.is_halved = weight.block == 16;
-  runs.is_signed = !widens && weight.bits == 8;
+  runs.is_raw = !widens;
   for (int64_t block = 0; block < blocks; block += PANEL_BLOCKS) {
     runs.first = block;
     runs.blocks = blocks - block < PANEL_BLOCKS ? blocks - block : PANEL_BLOCKS;
