@@ -21,8 +21,10 @@ Balanced = Callable[[Stack], list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Without slower tiers: two nodes that share their host's memory are as near as a home."""
     home = tmp_path_factory.mktemp("real") / "home"
-    with Stack(home, "--nodes", "2", "--port", "0", "--kv-device-tokens", "8192") as running:
+    flags = ("--nodes", "2", "--port", "0", "--kv-device-tokens", "8192")
+    with Stack(home, *flags, "--kv-host-mb", "0", "--kv-disk-mb", "0") as running:
         yield running
 
 
