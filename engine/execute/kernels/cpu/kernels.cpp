@@ -282,6 +282,7 @@ void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64
   constexpr bool Apart = PLANES == 2 && Rows < PANEL_ROWS;  // few rows: each plane has a chain
   const Runs runs = from;
   const bool wide = Rows == PANEL_ROWS || runs.wide;
+  const bool has_min = Rows == PANEL_ROWS || runs.has_min;
   const int size = wide ? 64 : 32;
   const int64_t width = in.width, first = row * width + runs.first * 32;
   const int64_t step = Rows == PANEL_ROWS ? sizeof(Panel::runs[0][0]) : runs.step;
@@ -326,12 +327,11 @@ void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64
         result[r][v] = fma(__builtin_convertvector(dots[r][v], Lanes),
                            scale * scales[r * (width / 32) + b], result[r][v]);
       });
-      if (Bits == 8 || runs.has_min) EACH_VECTOR({
+      if (Bits == 8 || has_min) EACH_VECTOR({
         const auto minimum_of = [&](int back) {  // of this part, or of the one before
           const uint8_t* numbers = at[v / REGISTERS] - back * size;
           Lanes minimum = {};
-          if (Rows == PANEL_ROWS || runs.has_min)
-            minimum = number(numbers + minimum_at, v % REGISTERS, wide);
+          if (Bits == 4 || has_min) minimum = number(numbers + minimum_at, v % REGISTERS, wide);
           if (Bits == 8 && Rows < PANEL_ROWS && runs.is_raw)
             minimum = fma(number(numbers + scale_at, v % REGISTERS, wide), -128.0f, minimum);
           return minimum;
