@@ -154,6 +154,7 @@ def name_of(number: int) -> str:
     return f"kv1/{layout_digest(LAYOUT).hex()}/{key_of(number).hex()}"
 
 
+@pytest.mark.slow
 def test_an_engine_starts_without_its_store_and_joins_it_when_it_is_there(lab: Lab) -> None:
     begun = time.monotonic()
     tier = lab.tier(joined=False)
@@ -166,6 +167,7 @@ def test_an_engine_starts_without_its_store_and_joins_it_when_it_is_there(lab: L
     assert put(tier, 1) == get(tier, 1) == [OK]
 
 
+@pytest.mark.slow
 def test_a_node_finds_what_another_process_put_and_purges_it_after_that_is_gone(lab: Lab) -> None:
     lab.cluster.master()
     lab.cluster.owner()
@@ -192,6 +194,7 @@ os._exit(0)
     assert sorted(lab.cluster.ask("/get_all_keys").split()) == sorted(map(name_of, (3, 4)))
 
 
+@pytest.mark.slow
 def test_a_purge_that_cannot_list_the_store_says_so(lab: Lab) -> None:
     lab.cluster.master()
     lab.cluster.owner()
@@ -200,6 +203,7 @@ def test_a_purge_that_cannot_list_the_store_says_so(lab: Lab) -> None:
     assert tier.purge(OWNERS[0], soon()) is Status.UNAVAILABLE
 
 
+@pytest.mark.slow
 def test_what_others_put_under_our_names_is_refused_and_dropped(lab: Lab) -> None:
     lab.cluster.master()
     lab.cluster.owner()
@@ -228,6 +232,7 @@ def test_what_others_put_under_our_names_is_refused_and_dropped(lab: Lab) -> Non
     assert get(tier, 1) == [Status.STALE]
 
 
+@pytest.mark.slow
 def test_a_killed_owner_is_unavailable_and_then_a_miss_and_another_owner_takes_over(
     lab: Lab,
 ) -> None:
@@ -243,6 +248,7 @@ def test_a_killed_owner_is_unavailable_and_then_a_miss_and_another_owner_takes_o
     assert put(tier, 1, 3) == get(tier, 1, 3) == [OK, OK]
 
 
+@pytest.mark.slow
 def test_a_stopped_owner_costs_a_deadline_and_its_view_is_quarantined(lab: Lab) -> None:
     lab.cluster.master()
     owner = lab.cluster.owner()
@@ -270,6 +276,7 @@ def test_a_stopped_owner_costs_a_deadline_and_its_view_is_quarantined(lab: Lab) 
     assert guard.state == "ok"
 
 
+@pytest.mark.slow
 def test_a_killed_master_is_unavailable_and_a_restarted_one_has_forgotten_all(lab: Lab) -> None:
     master = lab.cluster.master()
     lab.cluster.owner()
@@ -286,6 +293,7 @@ def test_a_killed_master_is_unavailable_and_a_restarted_one_has_forgotten_all(la
     assert get(guard, 1) == [OK]
 
 
+@pytest.mark.slow
 def test_a_full_store_has_no_room_and_what_it_holds_is_right(lab: Lab) -> None:
     lab.cluster.master()
     lab.cluster.owner(16)
@@ -300,6 +308,7 @@ def test_a_full_store_has_no_room_and_what_it_holds_is_right(lab: Lab) -> None:
     assert tier.stats().refused == statuses.count(Status.NOSPACE)
 
 
+@pytest.mark.slow
 def test_a_segment_of_ones_own_is_given_back_when_the_tier_closes(lab: Lab) -> None:
     lab.cluster.master()
     tier = lab.tier(lab.cluster.url.replace("segment_mb=0", "segment_mb=16"))
