@@ -5,7 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from engine.config import ModelSpec
 from engine.execute.runner import ModelRunner
 from engine.schedule.plan import Row, StepPlan, StepResult
 from policies.contract.wire import Sampling
@@ -118,3 +120,13 @@ class Steps:
                 return [stream.completion for stream in streams]
             self.step(work)
             turn += 1
+
+
+def model_spec(path: Path) -> ModelSpec:
+    """Of a checkpoint that no catalogue names."""
+    return ModelSpec(
+        name="benchmark",
+        identity="benchmark",
+        path=str(path),
+        format="gguf" if path.is_file() else "safetensors",
+    )

@@ -16,6 +16,7 @@ from heapq import heapify, heappop, heappush
 from itertools import product
 from math import exp, log, log2
 
+from policies.contract.page_keys import resident_pages
 from policies.contract.wire import Tier
 
 # A count's half life is so many times the usual pause of a session, which is learned: 300 s for
@@ -162,15 +163,8 @@ class TierIndex:
         return len(self._nodes)
 
     def depth(self, keys: Sequence[bytes]) -> int:
-        """How many leading pages are resident: a resident page proves all before it."""
-        low, high = 0, len(keys)
-        while low < high:
-            middle = (low + high) // 2
-            if keys[middle] in self._nodes:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        """How many leading pages are resident."""
+        return resident_pages(keys, self._nodes.__contains__)
 
     def touch(self, keys: Sequence[bytes], now: float) -> None:
         """A use of this chain, whether its pages were found here or had to be computed."""

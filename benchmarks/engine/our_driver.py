@@ -11,18 +11,12 @@ from benchmarks.engine import taps
 from benchmarks.engine.loop import ENDLESS, NUM_PAGES, PAGE_SIZE, EngineLoop
 from benchmarks.peers.conversations import Conversations
 from benchmarks.peers.driver import Driven, serve, timed
-from benchmarks.steps import Steps, Stream
-from engine.config import ModelSpec
+from benchmarks.steps import Steps, Stream, model_spec
 from engine.execute.runner import ModelRunner, RunnerConfig, load_runner
 
 
 def load(path: Path, compute: str, threads: int) -> ModelRunner:
-    spec = ModelSpec(
-        name="benchmark",
-        identity="benchmark",
-        path=str(path),
-        format="gguf" if path.is_file() else "safetensors",
-    )
+    spec = model_spec(path)
     config = RunnerConfig(
         num_pages=NUM_PAGES,
         page_size=PAGE_SIZE,

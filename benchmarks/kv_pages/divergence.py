@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.beside import Beside, compared
 from benchmarks.engine.quality import prose
-from engine.config import ModelSpec
+from benchmarks.steps import model_spec
 from engine.execute.arena import Arena
 from engine.execute.models.model import Model
 from engine.execute.runner import ModelRunner, RunnerConfig, load_runner
@@ -38,12 +38,7 @@ def rows(model: Path, *, quick: bool, threads: int | None) -> Iterator[Beside]:
     with tempfile.TemporaryDirectory() as cache:
         ids = prose(model, open_checkpoint(model), Path(cache), characters=tokens * 8)[:tokens]
     assert len(ids) == tokens, f"{len(ids)} tokens of prose"
-    spec = ModelSpec(
-        name="benchmark",
-        identity="benchmark",
-        path=str(model),
-        format="gguf" if model.is_file() else "safetensors",
-    )
+    spec = model_spec(model)
     config = RunnerConfig(
         num_pages=-(-PIECE // PAGE_SIZE),
         page_size=PAGE_SIZE,

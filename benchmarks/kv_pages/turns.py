@@ -19,7 +19,8 @@ from statistics import median
 import torch
 
 from benchmarks.beside import Beside, Figure
-from engine.config import DEFAULT_STEP_TOKENS, ModelSpec, ScheduleConfig
+from benchmarks.steps import model_spec
+from engine.config import DEFAULT_STEP_TOKENS, ScheduleConfig
 from engine.execute.runner import ModelRunner, RunnerConfig, load_runner
 from engine.execute.weights import open_checkpoint
 from engine.schedule.events import SequenceFailed, SequenceFinished, SequenceStarted, TokensProduced
@@ -148,12 +149,7 @@ def converse(runner: ModelRunner, concurrency: int, turns: int, *, seed: int) ->
 def _load(
     model: Path, layout: PageLayout, precision: str, num_bytes: int, threads: int | None
 ) -> ModelRunner:
-    spec = ModelSpec(
-        name="benchmark",
-        identity="benchmark",
-        path=str(model),
-        format="gguf" if model.is_file() else "safetensors",
-    )
+    spec = model_spec(model)
     config = RunnerConfig(
         num_pages=num_bytes // replace(layout, precision=precision).page_bytes,
         page_size=PAGE_SIZE,

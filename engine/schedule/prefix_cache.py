@@ -14,6 +14,7 @@ from heapq import heapify, heappop, heappush
 
 from engine.schedule.page_events import PageEventLog
 from engine.schedule.pages import HoldKind, PageId, PagePool
+from policies.contract.page_keys import resident_pages
 from policies.contract.wire import PageEvent, Tier
 from policies.tiering import HalfLife, keep_score
 
@@ -79,14 +80,7 @@ class PrefixCache:
 
     def depth(self, keys: Sequence[bytes]) -> int:
         """How many leading pages are resident now. Promises nothing for later: see hold_prefix."""
-        low, high = 0, len(keys)
-        while low < high:
-            middle = (low + high) // 2
-            if keys[middle] in self._by_key:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        return resident_pages(keys, self._by_key.__contains__)
 
     def hold_prefix(
         self, keys: Sequence[bytes], max_pages: int, *, kind: HoldKind = HoldKind.SEQUENCE

@@ -67,10 +67,7 @@ class HostTier:
         return statuses
 
     def remove(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
-        with self._places.call() as is_open:
-            if not is_open:
-                return [Status.UNAVAILABLE] * len(keys)
-            return [Status.OK if self._places.forget(key) else Status.MISS for key in keys]
+        return self._places.remove(keys)
 
     def purge(self, owner: bytes, deadline: float) -> Status:
         with self._places.call() as is_open:

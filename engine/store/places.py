@@ -15,17 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from engine.store.tier import PageRecord, Status, TierStats
+from engine.store.tier import COUNTED_AS, PageRecord, Status, TierStats
 
 UNKNOWN = b""  # bytes of no one knows whom may lie there
-_COUNTED_AS = {
-    Status.MISS: "misses",
-    Status.STALE: "misses",
-    Status.CORRUPT: "corrupt",
-    Status.TIMEOUT: "timeouts",
-    Status.NOSPACE: "refused",
-    Status.UNAVAILABLE: "unavailable",
-}
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +145,13 @@ class Places:
             self._counts["removed"] += 1
             return True
 
+    def remove(self, keys: Sequence[bytes]) -> list[Status]:
+        """A tier's remove: its bytes stay until they are overwritten."""
+        with self.call() as is_open:
+            if not is_open:
+                return [Status.UNAVAILABLE] * len(keys)
+            return [Status.OK if self.forget(key) else Status.MISS for key in keys]
+
     def distrust(self, held: Held) -> None:
         """Its bytes are not what they should be: forget it, and whose they are."""
         with self._changed:
@@ -211,7 +210,7 @@ class Places:
         """ok: the counter of those that went well."""
         with self._changed:
             for status in statuses:
-                name = _COUNTED_AS.get(status, ok)
+                name = COUNTED_AS.get(status, ok)
                 if name is not None:
                     self._counts[name] += 1
 

@@ -5,11 +5,6 @@ writer does meanwhile is a miss. Writers hold a lock of the kernel, which lets g
 process is killed, and mark the table as in change; who finds that mark without its writer rebuilds
 the index from the slots. So a kill at any moment loses the page that was being written, no more.
 
-file:   header (one block) · states u8 · sequences u64 · last uses u64 · index u32 · page headers ·
-        payloads, each part beginning on a block
-state:  1: holds a page. sequence: odd while its slot is written
-index:  open addressing by the key's first bytes; 0: empty, else slot + 1
-
 The arena outlives a killed engine, whose successor finds its pages; the last to close removes it.
 Where all were killed, the next one of whatever home that makes an arena removes what they left.
 """
@@ -31,11 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.config import ConfigError
+from engine.store.arena_table import KEY_AT, Table, part_offsets
 from engine.store.page_codec import (
-    HEADER_BYTES,
     Header,
     PageFault,
     PageLayout,
@@ -45,18 +39,16 @@ from engine.store.page_codec import (
     encode_header,
     layout_digest,
 )
-from engine.store.tier import PageRecord, Status, TierStats
-from policies.contract.page_keys import KEY_BYTES, OWNER_BYTES
+from engine.store.tier import COUNTED_AS, PageRecord, Status, TierStats
+from policies.contract.page_keys import KEY_BYTES
 from policies.contract.wire import Tier as TierName
 
 FIELD = "--kv-host-mb"
 FOLDER = Path("/dev/shm")
-BLOCK = 4096
 MAGIC = b"KGSA"
 VERSION = 2
 # magic, version, capacity, page bytes, index size, layout, id: drawn when it is made
 _HEAD = struct.Struct("<4sIQQQ32s16s")
-_MARK = 256  # in the header, u64: 1 while a writer changes the table
 LOCK_POLL_S = 0.0005
 START_S = 10.0
 CLOSE_S = 2.0
@@ -279,160 +271,9 @@ class SharedArenaTier:
             self._writing.release()
 
     def _count(self, statuses: list[Status], *, ok: str) -> None:
-        fields = {
-            Status.OK: ok,
-            Status.MISS: "misses",
-            Status.STALE: "corrupt",
-            Status.CORRUPT: "corrupt",
-            Status.TIMEOUT: "timeouts",
-            Status.NOSPACE: "refused",
-            Status.UNAVAILABLE: "unavailable",
-        }
+        fields = {**COUNTED_AS, Status.OK: ok}
         with self._counting:
             self._counts.update(fields[status] for status in statuses)
-
-
-class Table:
-    """The arena's parts, as arrays over its memory. Changes under the lock only."""
-
-    def __init__(self, memory: mmap.mmap, capacity: int, page_bytes: int, index_size: int) -> None:
-        self.capacity = capacity
-        self._page_bytes = page_bytes
-        places = _places(capacity, page_bytes, index_size)
-        whole = memoryview(memory)
-
-        def part(name: str, dtype: type, count: int) -> npt.NDArray[np.generic]:
-            return np.frombuffer(whole, dtype, count, places[name])
-
-        self.mark = np.frombuffer(whole, np.uint64, 1, _MARK)
-        self.states = part("states", np.uint8, capacity)
-        self.sequences = part("sequences", np.uint64, capacity)
-        self.uses = part("uses", np.uint64, capacity)
-        self.index = part("index", np.uint32, index_size)
-        self.headers = part("headers", np.uint8, capacity * HEADER_BYTES).reshape(capacity, -1)
-        self._payloads = whole[places["payloads"] :]
-
-    def payload(self, slot: int) -> memoryview:
-        return self._payloads[slot * self._page_bytes : (slot + 1) * self._page_bytes]
-
-    def find(self, key: bytes) -> int | None:
-        """The slot that holds this key, as far as its header says."""
-        found = self._entry(key)
-        return None if found is None else found[1]
-
-    def fill(self, key: bytes, header: bytes, payload: memoryview, now: int) -> bool:
-        """A page into a free slot; False: there is none."""
-        slot = int(np.argmin(self.states)) if self.capacity else 0
-        if not self.capacity or self.states[slot]:
-            return False
-        sequence = int(self.sequences[slot]) | 1
-        self.sequences[slot] = sequence
-        self.headers[slot] = np.frombuffer(header, np.uint8)  # first: a purge goes by its owner
-        copy_bytes(payload, self.payload(slot))
-        self.uses[slot] = now
-        self.sequences[slot] = sequence + 1
-        self.states[slot] = 1
-        self._enter(key, slot)
-        return True
-
-    def drop(self, key: bytes) -> bool:
-        found = self._entry(key)
-        if found is None:
-            return False
-        entry, slot = found
-        self._leave(entry)
-        self.states[slot] = 0
-        self.sequences[slot] = (int(self.sequences[slot]) | 1) + 1
-        return True
-
-    def owned(self, owner: bytes) -> list[int]:
-        """Slots whose header names this owner, free ones included."""
-        owners = self.headers[:, OWNER_AT : OWNER_AT + OWNER_BYTES]
-        same = (owners == np.frombuffer(owner, np.uint8)).all(axis=1) & (self.headers[:, 0] != 0)
-        return [int(slot) for slot in np.flatnonzero(same)]
-
-    def wipe(self, slot: int) -> None:
-        if self.states[slot]:
-            self.drop(self._key(slot))
-        sequence = int(self.sequences[slot]) | 1
-        self.sequences[slot] = sequence
-        copy_bytes(bytes(self._page_bytes), self.payload(slot))
-        self.headers[slot] = 0  # last: killed before, the next purge finds it
-        self.sequences[slot] = sequence + 1
-
-    def mend(self) -> None:
-        """After a writer that was killed within its change."""
-        if self.mark[0]:
-            self._rebuild()
-            self.mark[0] = 0
-
-    def _rebuild(self) -> None:
-        """The index from the slots. What was half written was never in a state to be found."""
-        self.index[:] = 0
-        for slot in np.flatnonzero(self.states):
-            if self._entry(self._key(int(slot))) is None:
-                self._enter(self._key(int(slot)), int(slot))
-            else:
-                self.states[slot] = 0
-
-    def _key(self, slot: int) -> bytes:
-        return self.headers[slot, KEY_AT : KEY_AT + KEY_BYTES].tobytes()
-
-    def _home(self, key: bytes) -> int:
-        return int.from_bytes(key[:8], "little") % len(self.index)
-
-    def _probe(self, key: bytes) -> Iterator[int]:
-        home, size = self._home(key), len(self.index)
-        return ((home + step) % size for step in range(size))
-
-    def _entry(self, key: bytes) -> tuple[int, int] | None:
-        """Entry and slot, read at once: another process may change the entry meanwhile."""
-        for entry in self._probe(key):
-            value = int(self.index[entry])
-            if not value:
-                return None
-            if value <= self.capacity and self._key(value - 1) == key:
-                return entry, value - 1
-        return None
-
-    def _enter(self, key: bytes, slot: int) -> None:
-        entry = next(entry for entry in self._probe(key) if not self.index[entry])
-        self.index[entry] = slot + 1
-
-    def _leave(self, gap: int) -> None:
-        """What was entered past this entry because of it moves up, so that no entry is ever left
-        to be stepped over. A reader may miss a page meanwhile."""
-        size = len(self.index)
-        at = (gap + 1) % size
-        while value := int(self.index[at]):
-            passed = (at - self._home(self._key(value - 1))) % size
-            if passed >= (at - gap) % size:
-                self.index[gap] = value
-                gap = at
-            at = (at + 1) % size
-        self.index[gap] = 0
-
-
-# Where page_codec's header has key and owner; a test holds these to it.
-KEY_AT = struct.calcsize("<4sIQQQ")
-OWNER_AT = KEY_AT + 2 * KEY_BYTES
-
-
-def _places(capacity: int, page_bytes: int, index_size: int) -> dict[str, int]:
-    """Offset of each part, and of the end."""
-    places: dict[str, int] = {}
-    at = BLOCK
-    for name, size in (
-        ("states", capacity),
-        ("sequences", 8 * capacity),
-        ("uses", 8 * capacity),
-        ("index", 4 * index_size),
-        ("headers", HEADER_BYTES * capacity),
-        ("payloads", page_bytes * capacity),
-    ):
-        places[name] = at
-        at += -(-size // BLOCK) * BLOCK
-    return places | {"end": at}
 
 
 def _attach(path: Path, layout: PageLayout, capacity: int) -> tuple[int, Table]:
@@ -446,7 +287,7 @@ def _attach(path: Path, layout: PageLayout, capacity: int) -> tuple[int, Table]:
         layout.page_bytes,
         layout_digest(layout),
     )
-    whole = same and os.fstat(fd).st_size == _places(found, page_bytes, index_size)["end"]
+    whole = same and os.fstat(fd).st_size == part_offsets(found, page_bytes, index_size)["end"]
     if whole and (found == capacity or not _try_flock(fd)):
         fcntl.flock(fd, fcntl.LOCK_SH)
         return fd, Table(_map(fd), found, page_bytes, index_size)
@@ -455,7 +296,7 @@ def _attach(path: Path, layout: PageLayout, capacity: int) -> tuple[int, Table]:
     _remove_abandoned(path)
     fd = _open_private(path)
     index_size = max(8, 2 * capacity)
-    size = _places(capacity, layout.page_bytes, index_size)["end"]
+    size = part_offsets(capacity, layout.page_bytes, index_size)["end"]
     try:
         os.posix_fallocate(fd, 0, size)  # else a full /dev/shm kills whoever writes a page
     except OSError as error:

@@ -5,11 +5,11 @@ Each engine's books know only what it put there itself, so none of them can say 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from engine.store.shared_arena import SharedArenaTier
 from engine.store.tier import PageRecord, Status, TierStats
+from policies.contract.page_keys import resident_pages
 from policies.contract.wire import Tier as TierName
 
 _SPARE_SHARE = 64  # of the arena are evicted at once, at least: looking for the oldest walks it all
@@ -30,9 +30,8 @@ class SharedHostTier:
         return self._arena.arena_id
 
     def peek(self, keys: Sequence[bytes]) -> int:
-        """How many leading pages are there, by bisection: tails go first, so a page that is there
-        proves those before it, and where it does not, get tells."""
-        return bisect_left(range(len(keys)), 1, key=lambda at: 1 - self.lookup([keys[at]], 0.0))
+        """How many leading pages are there; where a chain has a hole after all, get tells."""
+        return resident_pages(keys, lambda key: self.lookup([key], 0.0) > 0)
 
     def records(self) -> Iterable[PageRecord]:
         return self._arena.records()

@@ -123,10 +123,7 @@ class SlotFileTier:
 
     def remove(self, keys: Sequence[bytes], deadline: float) -> list[Status]:
         """In memory alone: after a restart a page may be there again, as right as it was."""
-        with self._places.call() as is_open:
-            if not is_open:
-                return [Status.UNAVAILABLE] * len(keys)
-            return [Status.OK if self._places.forget(key) else Status.MISS for key in keys]
+        return self._places.remove(keys)
 
     def purge(self, owner: bytes, deadline: float) -> Status:
         """Zeros on the disk over every slot that an owner's bytes may lie in, torn ones included:

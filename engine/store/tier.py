@@ -7,7 +7,7 @@ raised on the data path and nothing is ambiguous: whatever is not OK is a miss t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -23,6 +23,16 @@ class Status(Enum):
     TIMEOUT = "timeout"  # the deadline passed; a destination may still be written, see Tier.get
     NOSPACE = "nospace"  # full: evict first
     UNAVAILABLE = "unavailable"  # the tier cannot be reached, or was closed
+
+
+COUNTED_AS: Mapping[Status, str] = {  # fields of TierStats; what OK counts as depends on the call
+    Status.MISS: "misses",
+    Status.STALE: "misses",
+    Status.CORRUPT: "corrupt",
+    Status.TIMEOUT: "timeouts",
+    Status.NOSPACE: "refused",
+    Status.UNAVAILABLE: "unavailable",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ by its length so that no two different tuples meet. Keys are 32 bytes; events ca
 from __future__ import annotations
 
 import hmac
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 
 SCHEMA_VERSION = 1
@@ -71,6 +73,12 @@ def page_keys(root: bytes, ids: bytes, *, page_size: int) -> list[bytes]:
         parent = next_key(parent, ids[start : start + width])
         keys.append(parent)
     return keys
+
+
+def resident_pages(keys: Sequence[bytes], is_resident: Callable[[bytes], bool]) -> int:
+    """How many leading pages of a chain are resident, by bisection: where chains are admitted root
+    first and evicted tail first, a resident page proves all before it."""
+    return bisect_left(keys, True, key=lambda key: not is_resident(key))
 
 
 def max_hit_pages(num_tokens: int, page_size: int) -> int:

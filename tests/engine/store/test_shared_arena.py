@@ -16,8 +16,9 @@ import pytest
 
 from engine.config import ConfigError
 from engine.store import shared_arena
+from engine.store.arena_table import KEY_AT, OWNER_AT
 from engine.store.page_codec import PageLayout, encode_header
-from engine.store.shared_arena import KEY_AT, OWNER_AT, SharedArenaTier
+from engine.store.shared_arena import SharedArenaTier
 from engine.store.tier import PageRecord, Status
 from tests.engine.store.tier_factories import (
     LAYOUT,
@@ -239,7 +240,7 @@ def test_a_stopped_writer_costs_writers_a_deadline_and_readers_nothing(
 CASUALTY = """
 import os, signal, sys, time
 from pathlib import Path
-from engine.store import shared_arena
+from engine.store import arena_table, shared_arena
 from tests.engine.store.test_shared_arena import *
 
 folder, step = Path(sys.argv[1]), int(sys.argv[2])
@@ -249,6 +250,7 @@ DEEDS = {
     "remove": lambda tier: tier.remove([key_of(2), key_of(3)], NEVER),
     "purge": lambda tier: tier.purge(OWNERS[0], NEVER),
 }
+FILES = (arena_table.__file__, shared_arena.__file__)
 kept = {"put": [1, 2, 3, 4], "remove": [1, 4], "purge": [1, 3]}
 total = 0
 for name, deed in DEEDS.items():
@@ -260,7 +262,7 @@ for name, deed in DEEDS.items():
 
             def trace(frame, event, argument):
                 global left
-                if frame.f_code.co_filename != shared_arena.__file__:
+                if frame.f_code.co_filename not in FILES:
                     return None
                 if event == "line":
                     if not left:
