@@ -316,7 +316,13 @@ class Engine:
                     step.rare.append(wire.PromptLogprobs(stream.lane, start, entries))
                 case SequenceStarted():
                     step.rare.append(
-                        wire.Started(stream.lane, event.cached_tokens, event.queue_s, event.tier)
+                        wire.Started(
+                            stream.lane,
+                            event.cached_tokens,
+                            event.queue_s,
+                            event.tier,
+                            *event.slower_tokens,
+                        )
                     )
                 case SequenceFinished(reason=reason, usage=usage):
                     step.rare.append(wire.Finished(stream.lane, reason, usage))

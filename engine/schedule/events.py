@@ -10,12 +10,13 @@ from policies.contract.wire import FinishReason, Tier, TokenLogprob, Usage
 @dataclass(frozen=True, slots=True)
 class SequenceStarted:
     """Once a sequence, before its first token. queue_s: from submit to its first step's plan. tier:
-    the slowest that its cached tokens came from."""
+    the slowest that its cached tokens came from; slower_tokens: of each of wire's slower tiers."""
 
     sequence_id: int
     cached_tokens: int
     queue_s: float
     tier: Tier = "device"
+    slower_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

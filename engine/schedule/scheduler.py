@@ -290,6 +290,7 @@ class Scheduler:
                         sequence.cached_tokens,
                         queue_s,
                         sequence.slowest_tier,
+                        sequence.slower_tokens,
                     )
                 )
             if result.corrupt and index in result.corrupt:

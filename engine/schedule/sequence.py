@@ -136,8 +136,13 @@ class Sequence:
             self.num_prompt,
             self.cached_tokens,
             completion,
-            *(self.tier_tokens.get(tier, 0) for tier in SLOWER_TIERS),
+            *self.slower_tokens,
         )
+
+    @property
+    def slower_tokens(self) -> tuple[int, ...]:
+        """Of the cached ones, what each slower tier brought."""
+        return tuple(self.tier_tokens.get(tier, 0) for tier in SLOWER_TIERS)
 
     @property
     def slowest_tier(self) -> Tier:

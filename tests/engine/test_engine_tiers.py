@@ -56,10 +56,10 @@ def test_a_prefix_comes_back_from_the_host_and_says_so() -> None:
     bench.evict_all()
     usage = ask(bench, 2).usage
     assert (usage.cached_tokens, usage.host_tokens, usage.disk_tokens) == (28, 28, 0)
-    assert started(bench, 2).tier == "host"
+    assert (started(bench, 2).tier, started(bench, 2).host_tokens) == ("host", 28)
     usage = ask(bench, 3).usage
     assert (usage.cached_tokens, usage.host_tokens) == (28, 0), "it is on the device by now"
-    assert started(bench, 3).tier == "device"
+    assert (started(bench, 3).tier, started(bench, 3).host_tokens) == ("device", 0)
     bench.engine.close()
 
 
