@@ -15,10 +15,12 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 # 2: Sampling from presence_penalty on, Logprobs, PromptLogprobs
 # 3: tiers in reports and usages; Pin, Unpin, Purge
+# 4: Transfer in Submit, engines' peer addresses, SetRole
 TIERS_VERSION = 3
+SPLIT_VERSION = 4
 MIN_WIRE_VERSION = 1
 BUNDLE_PART_BYTES = 1 << 20
 MAX_FRAME_BYTES = 16 << 20
@@ -139,6 +141,7 @@ class EngineInfo(Struct, frozen=True, array_like=True):
     tier_pages: tuple[tuple[Tier, int], ...] = ()  # capacity of each slower tier
     # Of a host tier that engines of one machine share: equal ids, one memory. "": its own.
     host_arena: str = ""
+    peer: str = ""  # where other engines bring pages, "host:port"; "": nowhere, it takes no part
 
 
 class EngineReport(Struct, frozen=True, array_like=True):
@@ -295,6 +298,7 @@ class Report(Struct, frozen=True, array_like=True, tag="report"):
     state: NodeState
     engines: tuple[EngineReport, ...]
     backlog_uncached_tokens: int = 0  # over all gateways
+    role: Role | None = None  # as it is now; None: as Hello said
 
 
 class EnginesChanged(Struct, frozen=True, array_like=True, tag="engines_changed"):
@@ -354,6 +358,21 @@ class Refused(Struct, frozen=True, array_like=True, tag="refused"):
     message: str
 
 
+class Transfer(Struct, frozen=True, array_like=True):
+    """How a prompt that one engine computes reaches the one that decodes it. Made by the gateway,
+    new for each attempt; both get the same ids and secrets, each with the other's address.
+
+    peer: to prefill, where decode listens; to decode, where prefill does. Prefill connects. Under
+    the second id decode brings back what it computed, by connecting to prefill; an empty one: not.
+    """
+
+    transfer_id: bytes  # 16
+    secret: bytes  # 32, for this transfer alone
+    peer: str
+    return_id: bytes = b""  # 16, or empty
+    return_secret: bytes = b""
+
+
 class Submit(Struct, frozen=True, array_like=True, tag="submit"):
     """One request's streams, one a lane. Idempotent by (request_id, attempt).
 
@@ -370,7 +389,7 @@ class Submit(Struct, frozen=True, array_like=True, tag="submit"):
     deadline_s: float  # from receipt; the engine aborts what is later
     role: Role = "mixed"
     grammar: str | None = None
-    transfer: bytes | None = None
+    transfer: bytes | None = None  # an encoded Transfer, if role is not mixed
     retention_s: float | None = None
 
 
@@ -427,6 +446,12 @@ class Drain(Struct, frozen=True, array_like=True, tag="drain"):
     drain: bool = True
 
 
+class SetRole(Struct, frozen=True, array_like=True, tag="set_role"):
+    """Serve as this from now on; what runs ends as it began. Told back in the next Report."""
+
+    role: Role
+
+
 # --- engine → agent only ------------------------------------------------------------------------
 
 
@@ -467,6 +492,7 @@ GatewayToNode = (
     | Unpin
     | Purge
     | Drain
+    | SetRole
 )
 EngineToAgent = EngineUp | EngineNews | UsageRecord | PinResult | PurgeResult
 AgentToEngine = Submit | Abort | FinishLane | Pin | Unpin | Purge | Drain
@@ -475,4 +501,5 @@ encode = msgspec.msgpack.Encoder().encode
 decode_from_node = msgspec.msgpack.Decoder(NodeToGateway).decode
 decode_from_gateway = msgspec.msgpack.Decoder(GatewayToNode).decode
 decode_from_engine = msgspec.msgpack.Decoder(EngineToAgent).decode
+decode_transfer = msgspec.msgpack.Decoder(Transfer).decode
 decode_from_agent = msgspec.msgpack.Decoder(AgentToEngine).decode
