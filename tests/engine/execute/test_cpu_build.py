@@ -264,7 +264,7 @@ def test_kernels_may_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_instruction_set_is_told_in_four_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KAGARI_CPU_ISA", "sse9")
     with pytest.raises(
-        ConfigError, match="found sse9, allowed scalar, avx2, avx512, avx512_bf16, off"
+        ConfigError, match="found sse9, allowed scalar, avx2, avx512, avx512_bf16, amx, off"
     ) as told:
         library.load()
     assert told.value.field == "KAGARI_CPU_ISA"
@@ -341,6 +341,34 @@ def test_an_instruction_set_that_computes_wrongly_is_passed_over(
     assert lower is not None
     assert lower.isa == library.ISAS[library.ISAS.index(best.isa) - 1]
     assert lower.distrusted == (best.isa,)
+
+
+# A stack for signals with no room for the tiles: the system then refuses them to the process.
+WITHOUT_TILES = """
+import ctypes
+from engine.execute.kernels.cpu import library
+
+class Stack(ctypes.Structure):
+    _fields_ = [("at", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+room = ctypes.create_string_buffer(4096)
+stack = Stack(ctypes.addressof(room), 0, len(room))
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0
+loaded = library.load()
+print(loaded.isa, loaded.distrusted)
+"""
+
+
+def test_tiles_that_the_system_refuses_are_not_used(real_library: Path) -> None:
+    best = library.load()
+    if best is None or best.isa != "amx":
+        pytest.skip("this CPU has no AMX")
+    environment = {**os.environ, "KAGARI_CPU_KERNELS": str(real_library)}
+    command = [sys.executable, "-c", WITHOUT_TILES]
+    run = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.stdout.split() == ["avx512_bf16", "()"], run.stderr
 
 
 def test_the_real_compiler_makes_what_is_loaded(cache: Path) -> None:

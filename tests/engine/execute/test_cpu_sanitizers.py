@@ -21,7 +21,8 @@ POOL = """
 #include <unistd.h>
 #include "abi.h"
 
-const Kernels kagari_isa_0 = {}, kagari_isa_1 = {}, kagari_isa_2 = {}, kagari_isa_3 = {};
+const Kernels kagari_isa_0 = {}, kagari_isa_1 = {}, kagari_isa_2 = {}, kagari_isa_3 = {},
+              kagari_isa_4 = {};
 extern "C" int32_t kagari_open(int32_t, int32_t);
 extern "C" void kagari_close();
 

@@ -130,8 +130,8 @@ struct Op { int32_t kind, padding; const void* args; };
 
 using RunOp = void (*)(const void* args, const Step* step);
 using Kernels = RunOp[7];  // by Kind
-// scalar, avx2, avx512, avx512_bf16
-extern "C" const Kernels kagari_isa_0, kagari_isa_1, kagari_isa_2, kagari_isa_3;
+// scalar, avx2, avx512, avx512_bf16, amx
+extern "C" const Kernels kagari_isa_0, kagari_isa_1, kagari_isa_2, kagari_isa_3, kagari_isa_4;
 
 // Calls body(context, begin, end) over [0, count) in runs of `grain`, on all threads of the pool.
 using RunRange = void (*)(void* context, int64_t begin, int64_t end);

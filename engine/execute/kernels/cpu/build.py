@@ -34,6 +34,10 @@ UNITS = {
     "avx512_bf16": (
         *("kernels.cpp", "-DKAGARI_ISA=3", "-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
     ),
+    "amx": (
+        *("kernels.cpp", "-DKAGARI_ISA=4", "-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+        *("-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+    ),
 }
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,--as-needed")
 BUILD_S = 120.0  # for everything: waiting for another builder, compiling, linking

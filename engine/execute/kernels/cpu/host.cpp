@@ -3,6 +3,7 @@
 #include "abi.h"
 
 #include <atomic>
+#include <cpuid.h>
 #include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>
@@ -20,9 +21,20 @@ namespace {
 
 const RunOp* kernels;  // of the instruction set that is open
 
+// Whether the CPU has AMX, and the system lets this process use it: it wants to be asked first, and
+// refuses where a thread's stack for signals has no room for the tiles.
+bool has_tiles() {
+  unsigned a, b, c, d = 0;
+  constexpr unsigned wanted = 1 << 22 | 1 << 24 | 1 << 25;  // amx_bf16, amx_tile, amx_int8
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & wanted) != wanted) return false;
+  constexpr int REQUEST = 0x1023, TILES = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, REQUEST, TILES) == 0;
+}
+
 bool cpu_has(int index) {
 #define HAS(name) __builtin_cpu_supports(name)
   if (index < 2) return index == 0 || (index == 1 && HAS("avx2") && HAS("fma") && HAS("f16c"));
+  if (index == 4) return cpu_has(3) && has_tiles();
   if (index == 3) return cpu_has(2) && HAS("avx512bf16");
   return index == 2 && cpu_has(1) && HAS("bmi2") && HAS("avx512f") && HAS("avx512bw") &&
          HAS("avx512cd") && HAS("avx512dq") && HAS("avx512vl") && HAS("avx512vnni");
@@ -274,10 +286,10 @@ int32_t kagari_threads() { return num_beside + 1; }
 // → the instruction set (-1 asks for the best); -1: this CPU lacks it; -2: the threads cannot start
 EXPORT int32_t kagari_open(int32_t index, int32_t threads) {
   __builtin_cpu_init();
-  if (index < 0) for (index = 3; !cpu_has(index);) index--;
+  if (index < 0) for (index = 4; !cpu_has(index);) index--;
   if (!cpu_has(index)) return -1;
   stop_pool();
-  const RunOp* isas[] = {kagari_isa_0, kagari_isa_1, kagari_isa_2, kagari_isa_3};
+  const RunOp* isas[] = {kagari_isa_0, kagari_isa_1, kagari_isa_2, kagari_isa_3, kagari_isa_4};
   kernels = isas[index];
   if (threads >= 1 && threads <= MAX_BESIDE + 1 && start_pool(threads - 1)) return index;
   stop_pool();

@@ -1,9 +1,9 @@
 // The engine's CPU kernels: quantised products, norms, gates, rotary embedding and paged attention.
 //
 // No torch, no Python: arrays in, arrays out. Compiled once per instruction set (KAGARI_ISA: 0 any
-// x86-64, 1 AVX2, 2 AVX-512, 3 with bf16); host.cpp picks one and has the threads. Sums run in one
-// order whatever the batch, the tile or the number of threads, so a row's bits are its own; products
-// and sums are fused only where `fma` says so.
+// x86-64, 1 AVX2, 2 AVX-512, 3 with bf16, 4 with AMX); host.cpp picks one and has the threads. Sums
+// run in one order whatever the batch, the tile or the number of threads, so a row's bits are its
+// own; products and sums are fused only where `fma` says so.
 
 #include "abi.h"
 
@@ -113,6 +113,43 @@ inline Vector power_of_two(Vector x) {
   typedef decltype(x < x) Bits;
   return p * (Vector)((Bits)shifted << 23);
 }
+
+// --- tiles: AMX's eight registers of up to 16 rows of 64 bytes -----------------------------------
+
+#if KAGARI_ISA >= 4
+// Compilers move memory accesses across their own intrinsics for these (GCC 12), hence the clobbers.
+template <int Tile>
+inline void clear_tile() { __asm__ volatile("tilezero %%tmm%c0" ::"i"(Tile)); }
+
+template <int Tile>
+inline void load_tile(const void* at, int64_t row_bytes) {
+  __asm__ volatile("tileloadd (%0,%1), %%tmm%c2" ::"r"(at), "r"(row_bytes), "i"(Tile) : "memory");
+}
+
+template <int Tile>
+inline void store_tile(void* at, int64_t row_bytes) {
+  __asm__ volatile("tilestored %%tmm%c2, (%0,%1)" ::"r"(at), "r"(row_bytes), "i"(Tile) : "memory");
+}
+
+// Sum [rows][16] += A [rows][terms] · B [terms][16], a term being two bf16 numbers.
+template <int Sum, int A, int B>
+inline void add_pairs() {
+  __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(A), "i"(B));
+}
+
+struct alignas(64) Tiles {  // while it lives: 0 … 5 are sums and As, of `rows` rows, 6 and 7 Bs
+  uint8_t palette = 1, rest[15] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 0, 0, 64, 64};
+  uint8_t rows[16] = {};
+
+  Tiles(int rows, int terms) {
+    for (int i = 0; i < 8; i++) this->rows[i] = i < 6 ? rows : terms;
+    row_bytes[4] = row_bytes[5] = 4 * terms;
+    __asm__ volatile("ldtilecfg %0" ::"m"(*this));
+  }
+  ~Tiles() { __asm__ volatile("tilerelease"); }  // a thread's switches need not save them
+};
+#endif
 
 // --- quantised products --------------------------------------------------------------------------
 
@@ -592,15 +629,19 @@ struct Fp8 { int8_t bits; };  // E4M3 (Micikevicius et al., 2022): 1 sign, 4 exp
 template <class Element>
 constexpr bool IS_CODE = sizeof(Element) == 1;  // value = code × its token's scale
 template <class Element>
-constexpr int TERM = KAGARI_ISA == 3 && !std::is_same_v<Element, float> ? 2 : 1;  // numbers of one
+constexpr int TERM = KAGARI_ISA >= 3 && !std::is_same_v<Element, float> ? 2 : 1;  // numbers of one
 template <class Element>
 constexpr int SPLIT = 4 / sizeof(Element) / TERM<Element>;  // terms of a dword of page elements
+template <class Element>
+constexpr bool TILED = KAGARI_ISA >= 4 && TERM<Element> == 2;  // however few the rows
+template <class Element>
+constexpr int ROWS = TILED<Element> ? 16 : TILE_ROWS;  // multiplied at once
 template <class Element>
 using Term = std::conditional_t<TERM<Element> == 2, Pair, float>;
 
 template <class Element>
 inline Lanes add_products(Lanes a, Lanes b, Lanes sum) {
-#if KAGARI_ISA == 3
+#if KAGARI_ISA >= 3
   if constexpr (TERM<Element> == 2) return (Lanes)_mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
 #endif
   return fma(a, b, sum);
@@ -609,7 +650,7 @@ inline Lanes add_products(Lanes a, Lanes b, Lanes sum) {
 // Writes a vector of an array's numbers, from number `at` on, as its terms have them.
 template <class Element>
 inline void put(float* array, int at, Lanes numbers) {
-#if KAGARI_ISA == 3
+#if KAGARI_ISA >= 3
   if constexpr (TERM<Element> == 2) {
     uint16_t* to = reinterpret_cast<uint16_t*>(array) + at;
     _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(numbers));
@@ -734,11 +775,43 @@ void multiply(int rows, const float* a, int64_t a_stride, const Element* b, int 
                            ahead.from(lines * at));
 }
 
+#if KAGARI_ISA >= 4
+// `multiply` by tiles, of so many rows and terms as `Tiles` has: c + a · b, or a · b.
+template <bool IS_FIRST>
+void multiply_tiled(const float* a, int64_t a_stride, const Pair* b, int columns, float* c,
+                    int64_t c_stride, int depth, int terms) {
+  const auto tiles = [&](auto count, int at) {  // of sums, side by side
+    const auto each = [&](auto of) {
+      of(std::integral_constant<int, 0>());
+      if constexpr (count == 1) return;
+      of(std::integral_constant<int, 1>());
+      of(std::integral_constant<int, 2>());
+      of(std::integral_constant<int, 3>());
+    };
+    each([&](auto i) {
+      if constexpr (IS_FIRST) clear_tile<i>();
+      else load_tile<i>(c + at + 16 * i, 4 * c_stride);
+    });
+    for (int d = 0; d < depth; d += terms) {
+      load_tile<4>(a + d, 4 * a_stride);
+      each([&](auto i) {
+        load_tile<6 + i % 2>(b + d * columns + at + 16 * i, 4 * columns);
+        add_pairs<i, 4, 6 + i % 2>();
+      });
+    }
+    each([&](auto i) { store_tile<i>(c + at + 16 * i, 4 * c_stride); });
+  };
+  int at = 0;
+  for (; at + 64 <= columns; at += 64) tiles(std::integral_constant<int, 4>(), at);
+  for (; at < columns; at += 16) tiles(std::integral_constant<int, 1>(), at);
+}
+#endif
+
 struct Workspace {  // a thread's own; a state: weighted values [dim], highest score, sum of weights
   float queries[BLOCK_ROWS * MAX_DIM];        // [rows][terms of dim]
   float keys[MAX_DIM * KEY_TILE];             // [terms of dim][64]
   float values[KEY_TILE * MAX_DIM];           // [terms of 64][dim]
-  float scores[TILE_ROWS * KEY_TILE];         // then weights, as terms
+  float scores[16 * KEY_TILE];                // then weights, as terms
   float weights[BLOCK_ROWS * LANES];          // [rows][LANES]: sums of weights in a stretch
   float stretch[BLOCK_ROWS * (MAX_DIM + 16)]; // states
   float merged[BLOCK_ROWS * (MAX_DIM + 16)];  // states
@@ -935,10 +1008,21 @@ inline const Element* whole(const Run& run, const char* from, int dim, float* co
   return reinterpret_cast<const Element*>(from);
 }
 
+// A run's values as terms [terms of 16][dim].
+template <class Element>
+inline void load_values(const Run& run, int dim, Workspace& work, float* to, Ahead ahead) {
+  const Element* values = whole<Element>(run, run.values, dim, work.copy);
+  for (int row = 0; row < 16; row += TERM<Element>, values += TERM<Element> * dim)
+    for (int d = 0; d < dim; d += LANES, to += LANES) {
+      ahead.fetch((row * dim + TERM<Element> * d) * (int)sizeof(Element));
+      lanes(to) = terms(values + d, dim);
+    }
+}
+
 // A tile's terms: of keys [terms of dim][64], of values [terms of 64][dim]; zero where a run must
 // not be read.
 template <class Element>
-void load_tile(const Run* runs, int dim, Workspace& work) {
+void load_terms(const Run* runs, int dim, Workspace& work) {
   const int dwords = dim * sizeof(Element) / 4;
   for (int at = 0; at < KEY_TILE; at += 16) {
     const Run& run = runs[at / 16];
@@ -962,10 +1046,7 @@ void load_tile(const Run* runs, int dim, Workspace& work) {
         }
       }
     }
-    const Element* values = whole<Element>(run, run.values, dim, work.copy);
-    for (int row = 0; row < 16; row += TERM<Element>)
-      for (int d = 0; d < dim; d += LANES, to += LANES)
-        lanes(to) = terms(values + row * dim + d, dim);
+    load_values<Element>(run, dim, work, to, {});
   }
 }
 
@@ -1056,7 +1137,7 @@ void soften(const Rows& of, int tile, int first, int count, Workspace& work, flo
     for (int j = 0; j < KEY_TILE; j += LANES) top = larger(lanes(scores + j), top);
     best[i] = *high = highest(top);
   }
-  for (int i = 0; i < TILE_ROWS; i += LANES)
+  for (int i = 0; i < ROWS<Element>; i += LANES)
     lanes(before + i) = power_of_two(lanes(before + i) - lanes(best + i));
   for (int i = 0; i < count; i++) {
     float* const scores = work.scores + i * KEY_TILE;
@@ -1072,6 +1153,21 @@ void soften(const Rows& of, int tile, int first, int count, Workspace& work, flo
   }
 }
 
+#if KAGARI_ISA >= 4
+// Scores of up to 16 rows from `first` on → their states, by the values in work.values.
+template <class Element>
+void weigh_values(const Rows& of, int tile, int first, int count, Workspace& work) {
+  const int width = of.dim + 16;
+  float* const state = work.stretch + first * width;
+  float shrinks[16];
+  soften<Element>(of, tile, first, count, work, shrinks);
+  for (int r = 0; r < count; r++)
+    for (int d = 0; d < of.dim; d += LANES) lanes(state + r * width + d) *= shrinks[r];
+  multiply_tiled<false>(work.scores, KEY_TILE, reinterpret_cast<const Pair*>(work.values), of.dim,
+                        state, width, KEY_TILE / 2, of.dim % 32 ? 8 : 16);
+}
+#endif
+
 // Many rows: the tile's keys and values become terms once for all. Values behind the last that a
 // row sees have weight 0 and are left out, as are whole tiles that it does not see.
 template <class Element>
@@ -1080,14 +1176,22 @@ void attend_many(const Rows& of, int tile, const Run* runs, Workspace& work) {
   const int depth = dim / TERM<Element>;
   const auto keys = reinterpret_cast<const Term<Element>*>(work.keys);
   const auto values = reinterpret_cast<const Term<Element>*>(work.values);
-  float shrinks[TILE_ROWS];
-  load_tile<Element>(runs, dim, work);
+  float shrinks[ROWS<Element>];
+  load_terms<Element>(runs, dim, work);
   if (IS_CODE<Element>) load_scales(runs, work);
-  for (int r = 0; r < of.count; r += TILE_ROWS) {
-    const int count = of.count - r < TILE_ROWS ? of.count - r : TILE_ROWS;
+  for (int r = 0; r < of.count; r += ROWS<Element>) {
+    const int count = of.count - r < ROWS<Element> ? of.count - r : ROWS<Element>;
     const int seen = of.start + (r + count - 1) / of.group - first_key + 1;
     const int first = first_seen(of.window, of.start + r / of.group);
     if (seen <= 0 || first >= first_key + KEY_TILE) continue;
+#if KAGARI_ISA >= 4
+    if constexpr (TILED<Element>) {
+      multiply_tiled<true>(work.queries + r * depth, depth, keys, KEY_TILE, work.scores, KEY_TILE,
+                           depth, dim % 32 ? 8 : 16);
+      weigh_values<Element>(of, tile, r, count, work);
+      continue;
+    }
+#endif
     multiply<TILE_ROWS>(count, work.queries + r * depth, depth, keys, KEY_TILE, work.scores,
                         KEY_TILE, nullptr, depth, {});
     soften<Element>(of, tile, r, count, work, shrinks);
@@ -1096,6 +1200,54 @@ void attend_many(const Rows& of, int tile, const Run* runs, Workspace& work) {
                         shrinks, ((seen < KEY_TILE ? seen : KEY_TILE) + rest) / TERM<Element>, {});
   }
 }
+
+#if KAGARI_ISA >= 4
+// A run's keys [16][dim] as bf16, in which codes are exact.
+template <class Element>
+inline const uint16_t* as_bf16(const Element* keys, int dim, float* to) {
+  if constexpr (IS_CODE<Element>) {
+    for (int i = 0; i < 16 * dim; i += LANES)
+      put<Element>(to, i, decoded(widened(&keys[i].bits), Element{}));
+    return reinterpret_cast<const uint16_t*>(to);
+  } else {
+    return keys;
+  }
+}
+
+// At most 16 rows by tiles: what `attend_many` gives, bit for bit, but keys are used as they are
+// read. work.keys: the queries, [terms of dim][16].
+template <class Element>
+void attend_few_tiled(const Rows& of, int tile, const Run* runs, const Ahead* ahead,
+                      Workspace& work) {
+  const int dim = of.dim, terms = dim % 32 ? 8 : 16;
+  for (int g = 0; g < KEY_TILE / 16; g++) {
+    float* const values = work.values + g * 8 * dim;
+    if (runs[g].begin >= runs[g].end) {  // hidden from all: any finite scores
+      for (int r = 0; r < of.count; r++) memset(work.scores + r * KEY_TILE + 16 * g, 0, 64);
+      memset(values, 0, 32 * dim);
+      continue;
+    }
+    const uint16_t* keys =
+        as_bf16(whole<Element>(runs[g], runs[g].keys, dim, work.copy), dim, values);
+    float scores[16][16];  // of keys by rows
+    clear_tile<0>();
+    for (int d = 0; d < dim / 2; d += terms) {
+      load_tile<4>(keys + 2 * d, 2 * dim);
+      load_tile<6>(work.keys + 16 * d, 64);
+      add_pairs<0, 4, 6>();
+    }
+    store_tile<0>(scores, 64);
+    load_values<Element>(runs[g], dim, work, values, ahead[g]);
+    for (int r = 0; r < of.count; r += 4) {
+      const Turned turned = turn_rows(reinterpret_cast<const int32_t*>(scores), 16, r);
+      for (int i = 0; i < 4 && r + i < of.count; i++)
+        lanes(work.scores + (r + i) * KEY_TILE + 16 * g) = (Lanes)turned.dword[i];
+    }
+  }
+  if (IS_CODE<Element>) load_scales(runs, work);
+  weigh_values<Element>(of, tile, 0, of.count, work);
+}
+#endif
 
 // At most TILE_ROWS rows: keys and values are used as they are read.
 template <class Element>
@@ -1145,11 +1297,19 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
   const Rows of = {dim, group, block.tokens * group, block.span->start + block.first_token,
                    attend.window};
   const int64_t token = block.span->first_row + block.first_token;
+#if KAGARI_ISA >= 4
+  const Tiles tiles(16, dim % 32 ? 8 : 16);
+#endif
   for (int t = 0; t < block.tokens; t++) {
     const float* from = attend.queries + ((token + t) * attend.heads + kv_head * group) * dim;
     float* const to = work.queries + t * group * dim / TERM<Element>;
     for (int i = 0; i < group * dim; i += LANES)  // × log2 e: the softmax is of powers of two
       put<Element>(to, i, lanes(from + i) * 1.44269504f);
+  }
+  if (TILED<Element> && of.count <= 16) {
+    const int depth = dim / 2;
+    for (int r = 0; r < of.count; r++)
+      for (int d = 0; d < depth; d++) work.keys[16 * d + r] = work.queries[r * depth + d];
   }
   for (int r = 0; r < of.count; r++) clear_state(work.merged + r * width, dim);
 
@@ -1171,7 +1331,10 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
       for (int r = 0; r < of.count; r++) clear_state(work.stretch + r * width, dim);
       memset(work.weights, 0, sizeof(Lanes) * of.count);
     }
-    if (of.count > TILE_ROWS) attend_many<Element>(of, tile, now, work);
+    if (of.count > ROWS<Element>) attend_many<Element>(of, tile, now, work);
+#if KAGARI_ISA >= 4
+    else if constexpr (TILED<Element>) attend_few_tiled<Element>(of, tile, now, ahead, work);
+#endif
     else attend_few<Element>(of, tile, now, ahead, work);
     if ((tile + 1) % TILES && tile < last_tile) continue;
     for (int r = 0; r < of.count; r++) {

@@ -14,7 +14,7 @@ from typing import Any
 from engine.config import ConfigError
 from engine.execute.kernels.cpu import build
 
-ISAS = ("scalar", "avx2", "avx512", "avx512_bf16")
+ISAS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx")
 ISA_VARIABLE = "KAGARI_CPU_ISA"
 PRECISIONS = ("bf16", "fp32", "int8", "fp8")  # of pages, by an Arena's number
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.execute.kernels.cpu import library
 
 Q4_1, Q5_1 = 3, 7  # ggml.h
-ROWS, HEADS, DIM, PAGE = 5, 2, 32, 16
+ROWS, HEADS, DIM, PAGE = 27, 2, 32, 32  # so many rows that tiles of 16 and of 8 take part
 WIDTH = HEADS * DIM
 QKV = (HEADS + 2) * DIM  # one head of keys and one of values
 # They differ in the roundings of fused sums, which may move an integer by one in 32,512, and of
