@@ -142,6 +142,7 @@ class EngineInfo(Struct, frozen=True, array_like=True):
     # Of a host tier that engines of one machine share: equal ids, one memory. "": its own.
     host_arena: str = ""
     peer: str = ""  # where other engines bring pages, "host:port"; "": nowhere, it takes no part
+    page_kind: str = ""  # equal kinds and keys: the same page, to the last bit; "": not told
 
 
 class EngineReport(Struct, frozen=True, array_like=True):
