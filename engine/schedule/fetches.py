@@ -143,7 +143,7 @@ class Fetches:
             page = self._pool.take(HoldKind.TRANSFER)
             if page is not None:
                 pages.append(page)
-            elif not self._cache.evict(now):
+            elif not self._cache.evict(now, whose.owner):
                 break
         if not pages:
             self._pool.release(anchor, HoldKind.TRANSFER)

@@ -144,6 +144,34 @@ def test_two_sequences_share_a_fetch() -> None:
     bench.engine.close()
 
 
+def test_a_tenant_that_floods_every_tier_leaves_another_its_quota(tmp_path: Path) -> None:
+    bench = TieredBench(HostTier(LAYOUT, 16), SlotFileTier(tmp_path, LAYOUT, 16))
+    quiet, loud = bytes([1]) * 32, bytes([2]) * 32
+    shares = ((owner_tag(quiet), 0.5), (owner_tag(loud), 0.5))
+    bench.engine.handle(0, wire.Quotas(2, shares))
+    ask(bench, 1, salt=quiet)
+    ask(bench, 2, salt=quiet)  # twice, so that the disk has it too
+    for lane in range(3, 15):
+        ask(bench, lane, array("I", [lane // 2] * 30), salt=loud)
+    usage = ask(bench, 20, salt=quiet).usage
+    assert (usage.cached_tokens, usage.host_tokens) == (28, 0), "not even from the device"
+    load = bench.scheduler.load()
+    assert load.charged_pages > 0
+    assert load.quota_breaches == 0
+    bench.evict_all()
+    assert ask(bench, 21, salt=quiet).usage.host_tokens == 28
+    host, disk = bench.engine._tier_reports()
+    assert host.charged_pages > 0
+    assert disk.charged_pages > 0
+    assert bench.scheduler.tiers._shelves["disk"].index.num_owned(owner_tag(quiet)) >= 7
+    bench.engine.handle(0, wire.Quotas(2, ()))
+    for lane in range(30, 36):
+        ask(bench, lane, array("I", [lane] * 30), salt=loud)
+    bench.evict_all()
+    assert ask(bench, 40, salt=quiet).usage.host_tokens == 0, "it has none any more"
+    bench.engine.close()
+
+
 def shared(folder: Path, capacity: int) -> SharedHostTier:
     return SharedHostTier(SharedArenaTier(folder, LAYOUT, capacity, folder=folder))
 
