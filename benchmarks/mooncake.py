@@ -21,7 +21,8 @@ from pathlib import Path
 _CLONE_NEWNET = 0x40000000
 _SIOCSIFFLAGS = 0x8914
 _IFF_UP_RUNNING = 0x41
-_START_S = 30.0
+_START_S = 60.0
+_TOLD_CHARS = 2000  # of its log, where it does not serve
 
 
 class Network:
@@ -60,7 +61,11 @@ class Network:
 
 
 def start_master(folder: Path, *, port: int, client_ttl_s: int) -> subprocess.Popen[str]:
-    """On port, its admin port on the next; returns once both are open. Its log goes to folder."""
+    """On port, its admin port on the next; returns once both are open. Its log goes to folder.
+
+    port: below 32768 and not 12300 to 17000, or one day an outgoing connection of the network, or a
+    Mooncake client, has it already, and the master ends.
+    """
     with (folder / "master.log").open("w") as log:
         master = subprocess.Popen(
             [
@@ -79,10 +84,15 @@ def start_master(folder: Path, *, port: int, client_ttl_s: int) -> subprocess.Po
         )
     deadline = time.monotonic() + _START_S
     while not (_is_open(port) and _is_open(port + 1)):
-        if master.poll() is not None or time.monotonic() > deadline:
+        is_over = master.poll() is not None
+        if is_over or time.monotonic() > deadline:
             master.kill()
             master.wait()
-            raise RuntimeError(f"mooncake_master does not serve: {(folder / 'master.log')}")
+            how = (
+                f"ended with {master.returncode}" if is_over else f"has no port after {_START_S} s"
+            )
+            told = (folder / "master.log").read_text(errors="replace")[-_TOLD_CHARS:]
+            raise RuntimeError(f"mooncake_master {how}; its log ends:\n{told}")
         time.sleep(0.01)
     return master
 

@@ -26,6 +26,7 @@ from engine.process import Connection, run
 from engine.schedule.plan import Runner
 from engine.schedule.scheduler import Scheduler
 from engine.store.opening import OpenTiers, open_tiers
+from engine.store.page_kind import page_kind
 from policies.contract import wire
 from policies.contract.bundle import Bundle, decode_bundle
 from policies.contract.page_keys import interchangeable_id
@@ -58,6 +59,7 @@ class Loaded:
     kv_precision: str
     prefill_tokens_per_s: float | None  # None: not measured
     page_bytes: int = 0
+    page_kind: str = ""
     open_tiers: Callable[[], OpenTiers] | None = None  # None: its pages have no bytes to keep
 
 
@@ -110,6 +112,7 @@ def serve(config: EngineConfig, sock: socket.socket) -> int:
         page_bytes=loaded.page_bytes,
         tier_pages=tuple((tier.name, tier.capacity_pages) for tier in schedule.tiers),
         host_arena="" if tiers is None else tiers.host_arena,
+        page_kind=loaded.page_kind,
     )
     scheduler = Scheduler(schedule)
     if tiers is not None:
@@ -249,6 +252,14 @@ def _load_model(config: EngineConfig) -> Loaded:
     clock = work_clock(threads) if is_cpu else time.monotonic
     rate = measure_prefill(runner, schedule, clock)
     _report_progress("measure", 1.0)
+    kind = page_kind(
+        identity=config.spec.identity,
+        compute=config.compute,
+        tokenizer_digest=config.spec.tokenizer_digest,
+        weights_digest=runner.weights_digest,
+        layout_id=runner.layout_id,
+        arithmetic=runner.arithmetic,
+    )
     return Loaded(
         runner=runner,
         context_tokens=runner.context_tokens,
@@ -259,11 +270,12 @@ def _load_model(config: EngineConfig) -> Loaded:
         kv_precision=runner.kv_precision,
         prefill_tokens_per_s=rate,
         page_bytes=runner.page_bytes,
+        page_kind=kind,
         open_tiers=lambda: open_tiers(
             config,
             runner.arena.layout,
             module.page_memory(runner.arena),
-            weights_digest=runner.weights_digest,
+            kind=kind,
             progress=_report_progress,
         ),
     )

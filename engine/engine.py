@@ -128,6 +128,8 @@ class Engine:
             case wire.Purge():
                 self._route(self._pins.unpin_owner(page_keys.owner_tag(message.salt), now))
                 self._purges.begin(channel, message, now)
+            case wire.Quotas():
+                self.scheduler.set_quotas(dict(message.shares))
             case _:
                 assert_never(message)
 
@@ -279,6 +281,8 @@ class Engine:
             tiers=self._tier_reports(),
             pages_pinned=load.pages_pinned,
             integrity_faults=load.integrity_faults,
+            charged_pages=load.charged_pages,
+            quota_breaches=load.quota_breaches,
         )
         self._report = report
         return AGENT_CHANNEL, wire.encode(wire.EngineNews(report, first_event, events))

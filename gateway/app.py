@@ -20,6 +20,7 @@ from pathlib import Path
 import structlog
 from structlog.typing import FilteringBoundLogger
 
+from gateway.admin.tenants import OWN_TENANT
 from gateway.api.body import BodyBudget
 from gateway.api.exchange import Exchange
 from gateway.api.idempotency import Idempotency
@@ -106,10 +107,15 @@ async def build(
                 home,
                 fleet,
                 max_pages_per_tenant=config.prefixes.max_pages_per_tenant,
+                quotas=config.tiering.quotas,
             )
             await stack.enter_async_context(keeper.keeping())
             prices = _prices(config.models.prices_file)
         metrics, log = Metrics(), log or structlog.get_logger("kagari.gateway")
+        tenants = {OWN_TENANT, *(key.tenant for key in keys.list())}
+        if strangers := sorted(config.tiering.quotas.keys() - tenants):
+            # One that was misspelt would protect nobody, and a key may still be made for one.
+            log.warning("quotas_of_tenants_without_a_key", tenants=strangers)
 
         def tell_outlived(exchange: Exchange) -> None:
             log.info(

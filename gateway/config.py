@@ -99,6 +99,12 @@ class PrefixesConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_pages_per_tenant: int = 256  # pinned on each engine; the default pool has 1,024
 
 
+class TieringConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """By tenant: the share, 0 to 1, of each tier's pages that is its own under pressure."""
+
+    quotas: dict[str, float] = {}
+
+
 class LogConfig(Struct, frozen=True, forbid_unknown_fields=True):
     requests: bool = True  # one JSON line a request on standard error
 
@@ -115,6 +121,7 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     routing: RoutingConfig = RoutingConfig()
     models: ModelsConfig = ModelsConfig()
     prefixes: PrefixesConfig = PrefixesConfig()
+    tiering: TieringConfig = TieringConfig()
     log: LogConfig = LogConfig()
 
 
@@ -129,6 +136,7 @@ SECTIONS: dict[str, type[Struct]] = {
     "routing": RoutingConfig,
     "models": ModelsConfig,
     "prefixes": PrefixesConfig,
+    "tiering": TieringConfig,
     "log": LogConfig,
 }
 
@@ -320,6 +328,14 @@ def _check(config: GatewayConfig) -> None:
             str(config.prefixes.max_pages_per_tenant),
             "0 or more",
             "0 refuses every prefix.",
+        )
+    shares = config.tiering.quotas
+    if not (all(share >= 0 for share in shares.values()) and sum(shares.values()) <= 1):
+        raise ConfigError(
+            "tiering.quotas",
+            ", ".join(f"{tenant} = {share}" for tenant, share in shares.items()),
+            "shares of 0 or more, and 1 at most together",
+            "Lower them: what is left is for tenants without a quota.",
         )
     for key in IdempotencyConfig.__struct_fields__:
         value = getattr(config.idempotency, key)

@@ -79,6 +79,14 @@ METRICS = (
     MetricRow("kagari_tier_dropped_pages", "counter", "pages", PAGES, "Not taken in: full."),
     MetricRow("kagari_tier_corrupt_pages", "counter", "pages", PAGES, "Refused by checksum."),
     MetricRow("kagari_tier_timeouts", "counter", "calls", PAGES, "Calls past their deadline."),
+    MetricRow("kagari_tier_charged_pages", "counter", "pages", PAGES, "Evicted over a quota."),
+    MetricRow(
+        "kagari_quota_breaches",
+        "counter",
+        "pages",
+        ("node", "model"),
+        "Of the device, within a quota, and needed by others.",
+    ),
     MetricRow("kagari_pages_pinned", "gauge", "pages", ("node", "model"), "Held by prefixes."),
     MetricRow(
         "kagari_integrity_faults",

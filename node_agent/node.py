@@ -34,6 +34,7 @@ from policies.contract.wire import (
     PinResult,
     Purge,
     PurgeResult,
+    Quotas,
     Rare,
     Refused,
     Resync,
@@ -265,7 +266,7 @@ class Node:
             case Resync(engine=index):
                 if index in self._mirrors:
                     self._send_snapshot(link, index)
-            case Pin() | Unpin() | Purge():
+            case Pin() | Unpin() | Purge() | Quotas():
                 self._order(link, message)
             case Drain(drain=True):
                 self.drain("asked by a gateway")
@@ -304,7 +305,7 @@ class Node:
             return
         engine.pump()
 
-    def _order(self, link: GatewayLink, order: Pin | Unpin | Purge) -> None:
+    def _order(self, link: GatewayLink, order: Pin | Unpin | Purge | Quotas) -> None:
         """A purge that cannot be passed on is left unanswered: the gateway asks again, and what is
         on this disk must not be told gone."""
         engine = self.engines[order.engine] if 0 <= order.engine < len(self.engines) else None

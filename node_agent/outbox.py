@@ -6,7 +6,17 @@ from collections import deque
 from dataclasses import dataclass
 
 from engine.framing import AGENT_CHANNEL, frame
-from policies.contract.wire import Abort, Drain, FinishLane, Pin, Purge, Submit, Unpin, encode
+from policies.contract.wire import (
+    Abort,
+    Drain,
+    FinishLane,
+    Pin,
+    Purge,
+    Quotas,
+    Submit,
+    Unpin,
+    encode,
+)
 
 MAX_SUBMITS = 1024
 MAX_SUBMIT_BYTES = 64 << 20
@@ -90,7 +100,7 @@ class EngineOutbox:
     def finish(self, channel: int, message: FinishLane) -> None:
         self._urgent.append(frame(channel, encode(message)))
 
-    def order(self, message: Pin | Unpin | Purge | Drain) -> bool:
+    def order(self, message: Pin | Unpin | Purge | Quotas | Drain) -> bool:
         """In front of submits, in the order of their coming: an Unpin must not overtake its Pin.
 
         False: the bound is reached and the message was not taken.

@@ -112,10 +112,15 @@ class _Ghost:
     uses: int
 
 
+def quota_pages(shares: Mapping[bytes, float], num_pages: int) -> dict[bytes, int]:
+    """What owners' shares of a tier come to; a share is taken as 0 to 1."""
+    return {owner: int(min(1.0, max(0.0, share)) * num_pages) for owner, share in shares.items()}
+
+
 class TierIndex:
     """Which pages one tier holds, and which go first: tail first, by recency and frequency.
 
-    quota_pages: pages that are an owner's own. An owner over its quota evicts its own pages first,
+    quotas: pages that are an owner's own. An owner over its quota evicts its own pages first,
     and nobody evicts those of another that is not over its quota; owners without one share the
     rest. needs_second_use: a page is admitted only when touch has seen it twice, or retained.
 
@@ -127,34 +132,46 @@ class TierIndex:
         self,
         capacity_pages: int,
         *,
-        quota_pages: Mapping[bytes, int] | None = None,
+        quotas: Mapping[bytes, int] | None = None,
         needs_second_use: bool = False,
     ) -> None:
-        quotas = dict(quota_pages or {})
+        quotas = dict(quotas or {})
         if capacity_pages < 1:
             raise ValueError(f"capacity_pages is {capacity_pages}, want at least 1")
         if min(quotas.values(), default=0) < 0 or sum(quotas.values()) > capacity_pages:
             raise ValueError(
-                f"quota_pages are {sorted(quotas.values())}, want 0 or more each and"
+                f"quotas are {sorted(quotas.values())}, want 0 or more each and"
                 f" {capacity_pages} at most together, as the tier has"
             )
         self.capacity_pages = capacity_pages
         self.needs_second_use = needs_second_use
+        self.charged_pages = 0  # evicted from an owner over its quota, for another of its own
         self._max_ghosts = min(GHOSTS_PER_PAGE * capacity_pages, MAX_GHOSTS)
         self._max_retained = int(RETAINED_SHARE * capacity_pages)
         self._nodes: dict[bytes, _Node] = {}
         self._ghosts: OrderedDict[bytes, _Ghost] = OrderedDict()  # longest unused first
-        self._quotas = quotas
+        self._quotas: dict[bytes, int] = {}
         self._owned: dict[bytes, int] = {}
         self._pins: dict[bytes, int] = {}
         # Pages without children, by score: each quota's owner has a queue, all others share one.
         self._shared = _Queue()
-        self._queues = {owner: _Queue() for owner in quotas}
+        self._queues: dict[bytes, _Queue] = {}
         self._retained: dict[bytes, _Queue] = {}  # those of them that are retained, by owner
         self._expiries: list[tuple[float, int, _Node]] = []  # of all retained pages
         self._num_retained = 0
         self._serial = 0
         self._half_life = HalfLife()
+        self.set_quotas(quotas)
+
+    def set_quotas(self, quotas: Mapping[bytes, int]) -> None:
+        """These, and no others, from now on. Walks all pages where they differ from before."""
+        if quotas == self._quotas:
+            return
+        self._quotas = dict(quotas)
+        self._shared, self._queues = _Queue(), {owner: _Queue() for owner in quotas}
+        for node in self._nodes.values():
+            if not node.retain_until:
+                self._requeue(node)
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._nodes
@@ -364,6 +381,7 @@ class TierIndex:
         victim = None
         if self._is_over(owner, 1):
             victim = self._least(self._queues[owner])
+            self.charged_pages += victim is not None
         if victim is None:
             victim = self._least(self._shared)
             for one, queue in self._queues.items():

@@ -29,7 +29,7 @@ from gateway.ledger.files import LEDGER_NAME
 from gateway.ledger.requests import requests
 
 ROW = "random_vs_pinned_hit_ratio"
-PORT = 51081
+PORT = 21081
 CLIENT_TTL_S = 10
 SEGMENT_MB = 512  # of each node: all that the sessions compute
 POOL_PAGES_PER_SESSION = 24  # over two nodes: a pool holds those that stay on it, not all

@@ -11,7 +11,8 @@ from engine.execute.arena import Arena
 
 
 def page_memory(arena: Arena) -> ArenaMemory | StagedMemory:
-    return ArenaMemory(arena) if arena.pages.device.type == "cpu" else StagedMemory(arena)
+    device = arena.pages.device
+    return ArenaMemory(arena) if device.type == "cpu" else StagedMemory(arena, GpuCopies(device))
 
 
 class ArenaMemory:
@@ -42,17 +43,40 @@ class ArenaMemory:
         """Nothing was borrowed."""
 
 
+class GpuCopies:
+    """Copies between pages on a GPU and pinned memory, queued on a stream of their own.
+
+    NOTE: no test has run this class, for want of a GPU; StagedMemory's tests have another in its
+    place, which copies as late as this one may.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device=device)
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def queue(self, target: Tensor, source: Tensor) -> None:
+        """Neither may be touched until finish."""
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def finish(self) -> None:
+        """Until all that was queued is copied."""
+        self._stream.synchronize()
+
+
 class StagedMemory:
-    """Of an arena on a GPU: pinned buffers of a page each, copied on a stream of their own.
+    """Of an arena on a GPU: pinned buffers of a page each.
 
     A page is copied out after the step that sealed it gave its result, so nothing writes it then.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, copies: GpuCopies) -> None:
         self._arena = arena
         self.page_bytes = arena.layout.page_bytes
-        self._stream = torch.cuda.Stream(device=arena.pages.device)
-        self._idle: list[Tensor] = []
+        self._copies = copies
+        self._idle: list[Tensor] = []  # as many as were lent at once
         self._lent: dict[int, Tensor] = {}  # by id of the view, which lives as long
 
     def generation(self, page_id: int) -> int:
@@ -63,30 +87,24 @@ class StagedMemory:
 
     def outgoing(self, page_ids: Sequence[int]) -> list[memoryview]:
         views = self.incoming(page_ids)
-        with torch.cuda.stream(self._stream):
-            for page, view in zip(page_ids, views, strict=True):
-                self._lent[id(view)].copy_(self._page(page), non_blocking=True)
-        self._stream.synchronize()
+        for page, view in zip(page_ids, views, strict=True):
+            self._copies.queue(self._lent[id(view)], self._page(page))
+        self._copies.finish()
         return views
 
     def incoming(self, page_ids: Sequence[int]) -> list[memoryview]:
         views: list[memoryview] = []
         for _ in page_ids:
-            buffer = (
-                self._idle.pop()
-                if self._idle
-                else torch.empty(self.page_bytes, dtype=torch.uint8, pin_memory=True)
-            )
+            buffer = self._idle.pop() if self._idle else self._copies.buffer(self.page_bytes)
             view = memoryview(buffer.numpy())  # type: ignore[arg-type]
             self._lent[id(view)] = buffer
             views.append(view)
         return views
 
     def arrive(self, page_ids: Sequence[int], views: Sequence[memoryview]) -> None:
-        with torch.cuda.stream(self._stream):
-            for page, view in zip(page_ids, views, strict=True):
-                self._page(page).copy_(self._lent[id(view)], non_blocking=True)
-        self._stream.synchronize()
+        for page, view in zip(page_ids, views, strict=True):
+            self._copies.queue(self._page(page), self._lent[id(view)])
+        self._copies.finish()
 
     def free(self, views: Sequence[memoryview]) -> None:
         self._idle += [self._lent.pop(id(view)) for view in views]

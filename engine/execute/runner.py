@@ -189,6 +189,7 @@ class ModelRunner:
             tell=tell,
         )
         self.compute_precision = self.model.compute_precision
+        self.arithmetic = self.model.arithmetic
         self._launched: Launched | None = None
         self.divergence: Divergence | None = None  # of quantised pages
         if layout.is_quantised:

@@ -82,3 +82,5 @@ class Load:
     preemptions: int
     pages_pinned: int
     integrity_faults: int
+    charged_pages: int
+    quota_breaches: int

@@ -18,6 +18,8 @@ from policies.tiering import Resident, fetch_deadline_s, pages_worth_fetching
 _GRACE_S = 1.0  # behind a fetch's deadline: then nobody waits for it, news or not
 _RATE_WEIGHT = 0.2  # of the newest fetch
 _FETCHING_SHARE = 2  # of the pool's pages may be under fetches, overdue ones too
+_ORDER_SHARE = 16  # of them may be under one: two that hang keep an eighth of the pool
+_ORDER_PAGES = (8, 16)  # of one, in a small pool and at most: a tier is read by two at once
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +65,8 @@ class Fetches:
         self._page_tokens, self._page_bytes = page_tokens, page_bytes
         self._forget = forget
         self._most = max(1, pool.num_pages // _FETCHING_SHARE)
+        least, most = _ORDER_PAGES
+        self._order_pages = min(most, max(least, pool.num_pages // _ORDER_SHARE))
         self._fetching = 0  # device pages under fetches, overdue ones too
         self._arrivals: dict[int, Arrival] = {}  # by order id
         self._arriving: dict[bytes, Arrival] = {}  # by page key
@@ -96,7 +100,12 @@ class Fetches:
             {name: self._shelves[name].config.latency_s for name in depths},
             prefill_tokens_per_s,
         )
-        for name, start, stop in runs:
+        parts = (
+            (name, at, min(stop, at + self._order_pages))
+            for name, start, stop in runs
+            for at in range(start, stop, self._order_pages)
+        )
+        for name, start, stop in parts:
             room = min(room, self._most - self._fetching)
             fresh = next((at for at in range(start, stop) if keys[at] in self._arriving), stop)
             end = min(fresh, start + max(0, room))
@@ -134,7 +143,7 @@ class Fetches:
             page = self._pool.take(HoldKind.TRANSFER)
             if page is not None:
                 pages.append(page)
-            elif not self._cache.evict(now):
+            elif not self._cache.evict(now, whose.owner):
                 break
         if not pages:
             self._pool.release(anchor, HoldKind.TRANSFER)

@@ -8,7 +8,7 @@ with the lowest keep score goes first, and retained ones only when there is noth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
@@ -47,6 +47,17 @@ class _Node:
 _Entry = tuple[float, int, int, _Node]  # the turn at which it was pushed, and which push it was
 
 
+@dataclass(eq=False, slots=True)
+class _Heaps:
+    """Idle nodes without children, beside entries of what is no longer so."""
+
+    ripe: list[_Entry] = field(default_factory=list)  # by score
+    retained: list[_Entry] = field(default_factory=list)  # by the end of their retention
+
+    def __len__(self) -> int:
+        return len(self.ripe) + len(self.retained)
+
+
 @dataclass(frozen=True, slots=True)
 class CachedPage:
     """A page of the cache as a tier would keep it."""
@@ -68,9 +79,12 @@ class PrefixCache:
         self._events = PageEventLog() if events is None else events
         self._turn = self._pushes = 0
         self._half_life = HalfLife()
-        # Idle nodes without children, beside entries of what is no longer so.
-        self._ripe: list[_Entry] = []  # by score
-        self._retained: list[_Entry] = []  # by the end of their retention
+        self.charged_pages = 0  # evicted from an owner over its quota, for another of its own
+        self.quota_breaches = 0  # pages within their owner's quota that were needed all the same
+        self._quotas: dict[bytes, int] = {}
+        self._owned: dict[bytes, int] = {}  # pages by owner, held ones too
+        self._shared = _Heaps()
+        self._heaps: dict[bytes, _Heaps] = {}  # of each quota's owner; all others share one
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -154,24 +168,59 @@ class PrefixCache:
             node = _Node(key, page, parent, whose, source, now, keep_score(now), retain_until)
             self._pool.hold((page,), HoldKind.CACHE)
             self._by_key[key] = self._by_page[page] = node
+            self._owned[whose.owner] = self._owned.get(whose.owner, 0) + 1
             if parent is not None:
                 parent.children[key] = node
             self._events.stored(key)
             parent = node
         return range(start, len(keys))
 
-    def evict(self, now: float = 0.0) -> bool:
-        """Free the idle page without a child that is worth least; False when there is none."""
+    def set_quotas(self, quotas: Mapping[bytes, int]) -> None:
+        """Pages that are an owner's own, as policies.tiering.TierIndex has them: these, and no
+        others, from now on."""
+        if quotas == self._quotas:
+            return
         self._take_idled()
-        while self._retained and self._retained[0][0] <= now:
-            _, turn, _, node = heappop(self._retained)
-            if self._is_ripe(node, turn):
-                self._push(self._ripe, node.score, node)
-        victim = self._pop(self._ripe) or self._pop(self._retained)
+        self._quotas = dict(quotas)
+        self._shared, self._heaps = _Heaps(), {owner: _Heaps() for owner in quotas}
+        for node in self._by_key.values():
+            if self._is_ripe(node, node.turn):
+                self._ripen(node)
+
+    def evict(self, now: float = 0.0, owner: bytes = b"") -> bool:
+        """Free the idle page without a child that is worth least, for a page of this owner; False
+        when there is none.
+
+        An owner over its quota pays with its own. What is within the quota of another goes last,
+        and yet it goes: a sequence that runs must have its pages.
+        """
+        self._take_idled()
+        for heaps in self._every():
+            while heaps.retained and heaps.retained[0][0] <= now:
+                _, turn, _, node = heappop(heaps.retained)
+                if self._is_ripe(node, turn):
+                    self._push(heaps.ripe, node.score, node)
+        victim = None
+        if self._is_over(owner, 1):
+            victim = self._pop_least((self._heaps[owner],))
+            self.charged_pages += victim is not None
+        if victim is None:
+            free = [
+                heaps for one, heaps in self._heaps.items() if one == owner or self._is_over(one)
+            ]
+            victim = self._pop_least((self._shared, *free))
+        if victim is None:
+            victim = self._pop_least(self._heaps.values())
+            self.quota_breaches += victim is not None
         if victim is None:
             return False
         self._drop(victim)
         return True
+
+    def _is_over(self, owner: bytes, more: int = 0) -> bool:
+        """Has this owner more pages than its quota, with so many more? Without one it has not."""
+        quota = self._quotas.get(owner)
+        return quota is not None and self._owned.get(owner, 0) + more > quota
 
     def forget(self, pages: Iterable[PageId]) -> None:
         """Unpublish pages whose bytes are in doubt, and all that was built on them."""
@@ -210,6 +259,9 @@ class PrefixCache:
 
     def _drop(self, node: _Node) -> None:
         del self._by_key[node.key], self._by_page[node.page]
+        self._owned[node.whose.owner] -= 1
+        if not self._owned[node.whose.owner]:
+            del self._owned[node.whose.owner]
         parent = node.parent
         if parent is not None:
             del parent.children[node.key]
@@ -229,10 +281,15 @@ class PrefixCache:
                 node.turn = self._turn
                 if self._is_ripe(node, node.turn):
                     self._ripen(node)
-        if len(self._ripe) + len(self._retained) > _STALE_ENTRIES * self._pool.num_pages:
-            for heap in (self._ripe, self._retained):
-                heap[:] = [entry for entry in heap if self._is_ripe(entry[3], entry[1])]
-                heapify(heap)
+        if sum(map(len, self._every())) > _STALE_ENTRIES * self._pool.num_pages:
+            for heaps in self._every():
+                for heap in (heaps.ripe, heaps.retained):
+                    heap[:] = [entry for entry in heap if self._is_ripe(entry[3], entry[1])]
+                    heapify(heap)
+
+    def _every(self) -> Iterator[_Heaps]:
+        yield self._shared
+        yield from self._heaps.values()
 
     def _is_ripe(self, node: _Node, turn: int) -> bool:
         return (
@@ -243,25 +300,35 @@ class PrefixCache:
         )
 
     def _ripen(self, node: _Node) -> None:
+        heaps = self._heaps.get(node.whose.owner, self._shared)
         if node.retain_until > 0:
-            self._push(self._retained, node.retain_until, node)
+            self._push(heaps.retained, node.retain_until, node)
         else:
-            self._push(self._ripe, node.score, node)
+            self._push(heaps.ripe, node.score, node)
 
     def _push(self, heap: list[_Entry], order: float, node: _Node) -> None:
         self._pushes += 1
         heappush(heap, (order, node.turn, self._pushes, node))
 
-    def _pop(self, heap: list[_Entry]) -> _Node | None:
-        while heap:
-            _, turn, _, node = heappop(heap)
-            if self._is_ripe(node, turn):
-                return node
+    def _pop_least(self, groups: Iterable[_Heaps]) -> _Node | None:
+        """Of these heaps; what is retained only where nothing else is left."""
+        groups = tuple(groups)
+        for heaps in ([each.ripe for each in groups], [each.retained for each in groups]):
+            least: list[_Entry] | None = None
+            for heap in heaps:
+                while heap and not self._is_ripe(heap[0][3], heap[0][1]):
+                    heappop(heap)
+                if heap and (least is None or heap[0] < least[0]):
+                    least = heap
+            if least is not None:
+                return heappop(least)[3]
         return None
 
     def invariants(self) -> None:
         """Raise AssertionError unless maps, holds and chains agree."""
         assert len(self._by_key) == len(self._by_page)
+        owners = [node.whose.owner for node in self._by_key.values()]
+        assert self._owned == {owner: owners.count(owner) for owner in set(owners)}
         for key, node in self._by_key.items():
             assert node.key == key
             assert self._by_page[node.page] is node

@@ -20,6 +20,7 @@ admitted once it is there, by a prefix hit like any other, and others go on mean
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -43,6 +44,7 @@ from engine.schedule.sequence import NewSequence, Sequence, State
 from engine.schedule.shelf import Chain
 from engine.schedule.tiers import SlowerTiers
 from policies.contract.wire import FinishReason, PageEvent, TokenLogprob
+from policies.tiering import quota_pages
 
 _MOST_ASKS = 3  # of slower tiers, for one wait: what they bring may be evicted again
 
@@ -175,6 +177,8 @@ class Scheduler:
             preemptions=self.preemptions,
             pages_pinned=self.pool.num_with(HoldKind.PIN),
             integrity_faults=self.integrity_faults,
+            charged_pages=self.cache.charged_pages,
+            quota_breaches=self.cache.quota_breaches,
         )
 
     def take_page_events(self) -> tuple[int, list[PageEvent]]:
@@ -188,6 +192,11 @@ class Scheduler:
             if sequence.whose.owner == owner:
                 sequence.publishes = False
         return self.cache.forget_owner(owner)
+
+    def set_quotas(self, shares: Mapping[bytes, float]) -> None:
+        """By owner: the share of each tier's pages, the device's too, that is its own."""
+        self.cache.set_quotas(quota_pages(shares, self.pool.num_pages))
+        self.tiers.set_quotas(shares)
 
     # --- a step ---------------------------------------------------------------------------------
 
@@ -216,7 +225,8 @@ class Scheduler:
         (flight,) = self._in_flight
         follows: list[int] = []
         sequences: list[Sequence] = []
-        num_alive = need = 0
+        needs: list[bytes] = []  # of a page each: for whom
+        num_alive = 0
         for index, (row, sequence) in enumerate(
             zip(flight.plan.rows, flight.sequences, strict=True)
         ):
@@ -234,14 +244,14 @@ class Scheduler:
                 return None
             follows.append(index)
             sequences.append(sequence)
-            need += self._num_pages(num_tokens) - len(sequence.page_table[0])
+            lacks = self._num_pages(num_tokens) - len(sequence.page_table[0])
+            needs += [sequence.whose.owner] * lacks
         if not sequences or num_alive < len(self._running):
             return None
         if self._waiting and len(sequences) < self.config.max_running:
             return None
-        while self.pool.num_free < need:
-            if not self.cache.evict(now):
-                return None
+        if not all(self.cache.evict(now, owner) for owner in needs[self.pool.num_free :]):
+            return None
         draft = _Draft(self.config.step_tokens, now, set())
         for sequence in sequences:
             end = len(sequence.tokens) + 1
@@ -473,7 +483,7 @@ class Scheduler:
         num_computed = num_sealed * page_size
         fits = self._num_pages(len(sequence.tokens)) - num_sealed <= self._spare_pages()
         if fits and leader is not None and num_computed < sequence.num_prompt - 1:
-            target = self._take(draft)
+            target = self._take(draft, sequence)
             if target is None:
                 fits = False
             else:
@@ -514,14 +524,14 @@ class Scheduler:
         if lacks <= 0:
             return True
         pages: list[PageId] = []
-        while len(pages) < lacks and (page := self._take(draft)) is not None:
+        while len(pages) < lacks and (page := self._take(draft, sequence)) is not None:
             pages.append(page)
         sequence.grow(pages, [self.pool.generations[page] for page in pages])
         return len(pages) == lacks
 
-    def _take(self, draft: _Draft) -> PageId | None:
+    def _take(self, draft: _Draft, sequence: Sequence) -> PageId | None:
         page = self.pool.take(HoldKind.SEQUENCE)
-        if page is None and self.cache.evict(draft.now):
+        if page is None and self.cache.evict(draft.now, sequence.whose.owner):
             page = self.pool.take(HoldKind.SEQUENCE)
         if page is not None:
             draft.assigned.append((page, self.pool.generations[page]))

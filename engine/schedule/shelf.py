@@ -138,6 +138,7 @@ class Shelf:
             corrupt_pages=self.corrupt,
             timeouts=self.timeouts,
             fetch_bytes_per_s=self.bytes_per_s,
+            charged_pages=self.index.charged_pages,
         )
 
 

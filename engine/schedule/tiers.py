@@ -28,6 +28,7 @@ from engine.schedule.prefix_cache import PrefixCache, Provenance
 from engine.schedule.shelf import Chain, TierState, new_shelf, resident_of
 from engine.store.tier import PageRecord
 from policies.contract.wire import Tier, TierReport
+from policies.tiering import quota_pages
 
 
 class SlowerTiers:
@@ -81,6 +82,12 @@ class SlowerTiers:
         """Others fill this tier too: its index has only what we put there or got from there, and a
         look at it (quick, without a lock) tells what may be fetched."""
         self._shelves[tier].peek = peek
+
+    def set_quotas(self, shares: Mapping[bytes, float]) -> None:
+        """See Scheduler.set_quotas. What others fill too lets go by a mind of its own."""
+        for shelf in self._shelves.values():
+            if shelf.is_own:
+                shelf.index.set_quotas(quota_pages(shares, shelf.config.capacity_pages))
 
     # --- what the scheduler says ----------------------------------------------------------------
 

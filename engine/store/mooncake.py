@@ -1,9 +1,10 @@
 """The cluster tier: pages in a Mooncake Store, where any node finds what another computed.
 
-Object name: kv1/<layout digest>/<page key>, both in hex; object: header and payload (page_codec),
-so that each page is proven to be the one asked for: the store itself returned flipped bytes as
-success. Objects are write-once there, evicted as the store sees fit, and lost with the node that
-holds them or with a restarted master: all of that is a miss here.
+Object name: kv1/<layout digest>/<page kind>/<page key>, in hex; object: header and payload
+(page_codec), so that each page is proven to be the one asked for: the store itself returned flipped
+bytes as success. Nodes whose bits differ find none of each other's pages, and purge them alike.
+Objects are write-once there, evicted as the store sees fit, and lost with the node that holds them
+or with a restarted master: all of that is a miss here.
 
 A call hangs for HANG_S or twice that on a stopped node: use it behind store/guard.py. Mooncake
 reads and writes buffers of this tier only, so the caller's views are quiet whenever a call returns.
@@ -83,12 +84,14 @@ class MooncakeTier:
     name: TierName = "cluster"
     capacity_pages = 0  # what it keeps is the store's choice
 
-    def __init__(self, url: str, layout: PageLayout) -> None:
-        """Raises ConfigError on a wrong URL, or where Mooncake is not installed."""
+    def __init__(self, url: str, layout: PageLayout, kind: str) -> None:
+        """kind: see page_kind. Raises ConfigError on a wrong URL, or where Mooncake is not
+        installed."""
         self._address = parse_store_url(url)
         self._library = _library()
         self._layout = layout
-        self._prefix = f"kv1/{layout_digest(layout).hex()}/"
+        self._all_kinds = f"kv1/{layout_digest(layout).hex()}/"
+        self._prefix = f"{self._all_kinds}{kind}/"
         self._object_bytes = HEADER_BYTES + layout.page_bytes
         stride = -(-self._object_bytes // 64) * 64
         lane_pages = min(LANE_PAGES, max(1, LANE_BYTES // stride))
@@ -183,8 +186,8 @@ class MooncakeTier:
     def purge(self, owner: bytes, deadline: float) -> Status:
         """By a scan of the whole store, so that it also finds what nodes that are gone have put:
         the master lists the names, each object's header tells the owner, and the tenant's objects
-        are overwritten in place and removed. Only pages of this tier's layout; 0.1 ms an object.
-        Objects whose header cannot be believed go too."""
+        are overwritten in place and removed. Pages of this tier's layout, of any kind; 0.1 ms an
+        object. Objects whose header cannot be believed go too."""
         with self._lane(deadline) as lane:
             if isinstance(lane, Status):
                 return lane
@@ -366,7 +369,7 @@ class MooncakeTier:
                 raise OSError(f"the master's key list answers {response.status}")
             for line in response:
                 name = line.rstrip(b"\r\n").decode(errors="replace")
-                if name.startswith(self._prefix):
+                if name.startswith(self._all_kinds):
                     yield name
         finally:
             connection.close()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 
 import msgspec
@@ -25,7 +24,6 @@ from engine.store.shared_host import SharedHostTier
 from engine.store.slot_file import FILE_NAME, SlotFileTier
 from engine.store.tier import PageRecord, Tier
 from engine.store.tiered import PageMemory, TieredStore
-from policies.contract.page_keys import interchangeable_id
 from policies.contract.wire import Tier as TierName
 
 Progress = Callable[[str, float], None]
@@ -70,15 +68,15 @@ def open_tiers(
     layout: PageLayout,
     memory: PageMemory,
     *,
-    weights_digest: str,
+    kind: str,
     progress: Progress,
 ) -> OpenTiers:
-    """Raises ConfigError where a size has no room for a page."""
+    """kind: a page_kind; pages of another are never asked for. Raises ConfigError where a size has
+    no room for a page."""
     opened = _Opened()
     host_pages = _pages("--kv-host-mb", config.kv_host_mb, layout.page_bytes)
     slot_bytes = BLOCK + whole_blocks(layout.page_bytes)
     disk_pages = _pages("--kv-disk-mb", config.kv_disk_mb, slot_bytes, BLOCK)
-    kind = _folder(config, layout, weights_digest)
     shared: SharedHostTier | None = None
     if host_pages and config.kv_host_share is not None:
         shared = _share_host(Path(config.kv_host_share) / kind, layout, host_pages)
@@ -92,7 +90,7 @@ def open_tiers(
         opened.add("disk", lambda: _open_disk(folder, layout, disk_pages, progress))
     if config.cluster_store:
         url = config.cluster_store
-        opened.add("cluster", lambda: MooncakeTier(url, layout))
+        opened.add("cluster", lambda: MooncakeTier(url, layout, kind))
     found = {tier.name: list(tier.records()) for tier in opened.tiers if tier is not shared}
     configs = tuple(
         TierConfig(
@@ -140,17 +138,6 @@ def _pages(flag: str, megabytes: int, page_bytes: int, overhead: int = 0) -> int
     return pages
 
 
-def _folder(config: EngineConfig, layout: PageLayout, weights_digest: str) -> str:
-    """One for each kind of page: what another model or other weights left is never asked for."""
-    parts = (
-        interchangeable_id(config.spec.identity, config.compute),
-        config.spec.tokenizer_digest,
-        weights_digest,
-        layout.layout_id,
-    )
-    return sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
 def _open_disk(
     folder: Path, layout: PageLayout, capacity_pages: int, progress: Progress
 ) -> SlotFileTier:
@@ -162,7 +149,7 @@ def _open_disk(
 
 
 def _remove_others(folder: Path) -> list[str]:
-    """What this engine left beside it with other weights, pages or arithmetic: the disk that it was
+    """What this engine left beside it, pages of another kind: the disk that it was
     promised is in use once, and no purge would reach there. Returns what could not be removed."""
     left: list[str] = []
     for path in folder.parent.glob(f"*/{FILE_NAME}"):

@@ -7,6 +7,9 @@
 The mover is one thread that owns all that is said here: which order is next for a tier, and what
 memory a copy reads and a fetch writes. It never waits for a tier: a guard answers by the deadline.
 Writes go to a tier one after the other, so a page that is dropped and put again is there.
+
+While a call is overdue its tier rests: no other copy or fetch begins, so a tier that hangs for ever
+keeps the pages of two fetches and one copy, and no more.
 """
 
 from __future__ import annotations
@@ -77,6 +80,7 @@ class _Lane:
     writes: deque[Order] = field(default_factory=deque)
     reading: int = 0
     writing: bool = False
+    overdue: int = 0  # orders that were answered while their call may still touch pages
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +91,7 @@ class _Job:
     lane: _Lane
     is_read: bool  # of lane; its place there is given up when the call is answered
     started: float
+    at_once: int = 1  # reads of the lane that share its speed
     views: list[memoryview] = field(default_factory=list)
     at: list[int] = field(default_factory=list)  # whose pages the views are, as indices
     statuses: list[Status] = field(default_factory=list)
@@ -134,7 +139,10 @@ class TieredStore:
         return taken
 
     def states(self) -> dict[TierName, Literal["ok", "broken"]]:
-        return {name: lane.guard.state for name, lane in self._lanes.items()}
+        return {
+            name: "broken" if lane.overdue else lane.guard.state
+            for name, lane in self._lanes.items()
+        }
 
     def close(self, within_s: float) -> None:
         """End the threads, and the tiers as far as they answer in time."""
@@ -165,19 +173,25 @@ class TieredStore:
         """Hand the next orders to the guard, as many as may be there at once."""
         while lane.reads and lane.reading < _READS_AT_ONCE:
             lane.reading += 1
-            self._try(_Job(lane.reads.popleft(), lane, True, self._clock()))
+            self._try(_Job(lane.reads.popleft(), lane, True, self._clock(), lane.reading))
         while lane.writes and not lane.writing:
             lane.writing = True
             self._try(_Job(lane.writes.popleft(), lane, False, self._clock()))
 
     def _try(self, job: _Job) -> None:
         """Whatever goes wrong before the guard has it, the order has its answer."""
+        if job.lane.overdue and isinstance(job.order, Fetch | CopyOut | CopyDown):
+            self._refuse(job)
+            return
         try:
             self._begin(job)
         except Exception:  # such as no memory for a copy: to the cache it is a miss
             traceback.print_exc()
-            job.at = list(range(_num_pages(job.order)))
-            self._inbox.put(lambda: self._answered(job, [Status.UNAVAILABLE] * len(job.at)))
+            self._refuse(job)
+
+    def _refuse(self, job: _Job) -> None:
+        job.at = list(range(_num_pages(job.order)))
+        self._inbox.put(lambda: self._answered(job, [Status.UNAVAILABLE] * len(job.at)))
 
     def _begin(self, job: _Job) -> None:
         order, guard = job.order, job.lane.guard
@@ -271,7 +285,10 @@ class TieredStore:
                 for at in foreign:
                     told[at] = Status.STALE  # the books forget it, and drop what was put
         job.is_overdue = Status.TIMEOUT in told
+        lane.overdue += job.is_overdue
         seconds = self._clock() - job.started
+        if job.is_read:
+            seconds /= max(job.at_once, lane.reading)
         self._tell(OrderDone(order.order_id, tuple(told), seconds), assigned)
         if job.is_read:
             lane.reading -= 1
@@ -287,6 +304,7 @@ class TieredStore:
             self._scratch.append(job.scratch)
         job.views = []
         if job.is_overdue:
+            job.lane.overdue -= 1
             self._tell(OrderQuiet(job.order.order_id), [])
 
     def _sound(self, order: CopyOut, at: Iterable[int]) -> list[int]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
@@ -41,6 +42,7 @@ from gateway.nodes.views import Place
 from gateway.text.errors import TextError
 from gateway.text.model import TextModel
 from policies.contract import wire
+from policies.contract.page_keys import owner_tag
 from policies.contract.wire import PinResult, PurgeResult, Tier
 
 LOOK_EVERY_S = 0.5
@@ -98,14 +100,19 @@ class Keeper:
         fleet: Fleet,
         *,
         max_pages_per_tenant: int,
+        quotas: Mapping[str, float] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Raises OrdersError for a file that cannot be used."""
+        """quotas: by tenant, see wire.Quotas. Raises OrdersError for a file that cannot be used."""
         self._path = path
         self._home = home
         self._fleet = fleet
         self._max_pages = max_pages_per_tenant
+        self._shares = tuple(
+            (owner_tag(home.salt(tenant)), share) for tenant, share in sorted(quotas.items())
+        )
+        self._quotas_told: dict[tuple[str, int], _Told] = {}  # by node and engine
         self._clock = clock
         self._wall = wall
         orders = load_orders(path)
@@ -324,6 +331,19 @@ class Keeper:
             if is_ordered and self._wants_pin(prefix, place, now):
                 await self._tell_pin(prefix, place, now)
         self._tell_purges(place, now)
+        self._tell_quotas(place, now)
+
+    def _tell_quotas(self, place: Place, now: float) -> None:
+        """Again and again, as they have no answer; none too, as an earlier gateway had some."""
+        where = place.node_id, place.index
+        told = self._quotas_told.get(where)
+        is_due = told is None or told.engine is not place.engine or now - told.at >= ASK_AGAIN_S
+        if (
+            is_due
+            and place.speaks
+            and self._fleet.order(place, wire.Quotas(place.index, self._shares))
+        ):
+            self._quotas_told[where] = _Told(place.engine, now)
 
     def _tell_purges(self, place: Place, now: float) -> None:
         """A few at a time: each makes an engine look through all that its tiers hold."""
@@ -401,8 +421,9 @@ class Keeper:
     def _forget_gone(self) -> None:
         """Answers of nodes that are known no more, and to orders that stand no more."""
         known = {(place.node_id, place.index) for place in self._fleet.places(linked=False)}
-        for where in self._told.keys() - known:
-            del self._told[where]
+        for told_at in (self._told, self._quotas_told):
+            for where in told_at.keys() - known:
+                del told_at[where]
         for told in self._told.values():
             for order_id in told.keys() - self._prefixes.keys() - self._purges.keys():
                 del told[order_id]

@@ -457,7 +457,7 @@ class Fleet:
             for engine in node.engine_by_index.values()
         ]
 
-    def order(self, place: Place, order: wire.Pin | wire.Unpin | wire.Purge) -> bool:
+    def order(self, place: Place, order: wire.Pin | wire.Unpin | wire.Purge | wire.Quotas) -> bool:
         """Send it; False when that engine is gone or the node's out-queue has no room."""
         node = self._node_by_id.get(place.node_id)
         if node is None or node.session is None:

@@ -150,13 +150,13 @@ class Placement:
 
 def _stores(engine: Engine) -> list[Store]:
     """Those that others fill too, fastest first: the memory of a machine's engines, and the cluster
-    store, where pages of one layout mean the same."""
+    store, where engines find pages of their own kind."""
     info, works = engine.info, engine.fetch_rates
     stores: list[Store] = []
     if info.host_arena and "host" in works:
         stores.append(("host", info.host_arena))
     if "cluster" in works:
-        stores.append(("cluster", info.layout_id))
+        stores.append(("cluster", info.page_kind or info.layout_id))
     return stores
 
 

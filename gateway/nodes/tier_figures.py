@@ -23,6 +23,7 @@ COUNTS = {  # metric → field of a tier's report, counted since the engine's st
     "kagari_tier_dropped_pages": "dropped_pages",
     "kagari_tier_corrupt_pages": "corrupt_pages",
     "kagari_tier_timeouts": "timeouts",
+    "kagari_tier_charged_pages": "charged_pages",
 }
 
 
@@ -43,6 +44,8 @@ def _tell(board: Metrics, report: EngineReport, *, node: str, model: str) -> Non
     board.set("kagari_tier_pages_used", report.pages_held + report.pages_cached, **on_device)
     board.set("kagari_tier_pages_capacity", report.pages_total, **on_device)
     board.set("kagari_pages_pinned", report.pages_pinned, node=node, model=model)
+    board.reach("kagari_tier_charged_pages", report.charged_pages, **on_device)
+    board.reach("kagari_quota_breaches", report.quota_breaches, node=node, model=model)
     board.reach("kagari_integrity_faults", report.integrity_faults, node=node, model=model)
     for tier in report.tiers:
         labels = {"node": node, "model": model, "tier": tier.tier}

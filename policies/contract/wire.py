@@ -18,7 +18,7 @@ from msgspec import Struct
 WIRE_VERSION = 4
 # 2: Sampling from presence_penalty on, Logprobs, PromptLogprobs
 # 3: tiers in reports and usages; Pin, Unpin, Purge
-# 4: Transfer in Submit, engines' peer addresses, SetRole
+# 4: Transfer in Submit, engines' peer addresses, SetRole; Quotas, page kinds
 TIERS_VERSION = 3
 SPLIT_VERSION = 4
 MIN_WIRE_VERSION = 1
@@ -115,6 +115,7 @@ class TierReport(Struct, frozen=True, array_like=True):
     corrupt_pages: int = 0
     timeouts: int = 0
     fetch_bytes_per_s: float = 0.0  # measured; 0 until it was
+    charged_pages: int = 0  # of evicted_pages: from a tenant over its quota, for its own
 
 
 class EngineInfo(Struct, frozen=True, array_like=True):
@@ -142,6 +143,7 @@ class EngineInfo(Struct, frozen=True, array_like=True):
     # Of a host tier that engines of one machine share: equal ids, one memory. "": its own.
     host_arena: str = ""
     peer: str = ""  # where other engines bring pages, "host:port"; "": nowhere, it takes no part
+    page_kind: str = ""  # equal kinds and keys: the same page, to the last bit; "": not told
 
 
 class EngineReport(Struct, frozen=True, array_like=True):
@@ -165,6 +167,8 @@ class EngineReport(Struct, frozen=True, array_like=True):
     tiers: tuple[TierReport, ...] = ()
     pages_pinned: int = 0
     integrity_faults: int = 0
+    charged_pages: int = 0  # as in TierReport, of the device
+    quota_breaches: int = 0  # device pages within a quota that others needed all the same
 
 
 class PageStored(Struct, frozen=True, array_like=True, tag="stored"):
@@ -420,6 +424,14 @@ class Purge(Struct, frozen=True, array_like=True, tag="purge"):
     salt: bytes
 
 
+class Quotas(Struct, frozen=True, array_like=True, tag="quotas"):
+    """By page_keys.owner_tag of a tenant's salt: the share, 0 to 1, of the pages of each tier that
+    is its own under pressure. All there are: who was told of before and is not here has none."""
+
+    engine: int
+    shares: tuple[tuple[bytes, float], ...]
+
+
 class Abort(Struct, frozen=True, array_like=True, tag="abort"):
     lanes: tuple[int, ...]
 
@@ -491,11 +503,12 @@ GatewayToNode = (
     | Pin
     | Unpin
     | Purge
+    | Quotas
     | Drain
     | SetRole
 )
 EngineToAgent = EngineUp | EngineNews | UsageRecord | PinResult | PurgeResult
-AgentToEngine = Submit | Abort | FinishLane | Pin | Unpin | Purge | Drain
+AgentToEngine = Submit | Abort | FinishLane | Pin | Unpin | Purge | Quotas | Drain
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_node = msgspec.msgpack.Decoder(NodeToGateway).decode

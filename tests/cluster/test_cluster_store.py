@@ -20,7 +20,7 @@ PAGE = 64
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(network(), tmp_path, port=51091)
+    cluster = Cluster(network(), tmp_path, port=21091)
     yield cluster
     cluster.stop()
 

@@ -17,15 +17,16 @@ FLAGS = ("--kv-device-tokens", "1024", "--cluster-store")
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    cluster = Cluster(network(), tmp_path, port=51071)
+    cluster = Cluster(network(), tmp_path, port=21071)
     cluster.master()
     yield cluster.url.replace("segment_mb=0", "segment_mb=128")
     cluster.stop()
 
 
 @pytest.mark.slow
-def test_a_prefix_computed_by_one_engine_is_fetched_by_another(url: str) -> None:
-    spec = model_spec("smollm2-135m")
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
+def test_a_prefix_computed_by_one_engine_is_fetched_by_another(url: str, name: str) -> None:
+    spec = model_spec(name)
     with (
         network().inside(),
         OneEngine(spec, *FLAGS, url) as one,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from array import array
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,34 @@ def test_two_sequences_share_a_fetch() -> None:
     bench.engine.close()
 
 
+def test_a_tenant_that_floods_every_tier_leaves_another_its_quota(tmp_path: Path) -> None:
+    bench = TieredBench(HostTier(LAYOUT, 16), SlotFileTier(tmp_path, LAYOUT, 16))
+    quiet, loud = bytes([1]) * 32, bytes([2]) * 32
+    shares = ((owner_tag(quiet), 0.5), (owner_tag(loud), 0.5))
+    bench.engine.handle(0, wire.Quotas(2, shares))
+    ask(bench, 1, salt=quiet)
+    ask(bench, 2, salt=quiet)  # twice, so that the disk has it too
+    for lane in range(3, 15):
+        ask(bench, lane, array("I", [lane // 2] * 30), salt=loud)
+    usage = ask(bench, 20, salt=quiet).usage
+    assert (usage.cached_tokens, usage.host_tokens) == (28, 0), "not even from the device"
+    load = bench.scheduler.load()
+    assert load.charged_pages > 0
+    assert load.quota_breaches == 0
+    bench.evict_all()
+    assert ask(bench, 21, salt=quiet).usage.host_tokens == 28
+    host, disk = bench.engine._tier_reports()
+    assert host.charged_pages > 0
+    assert disk.charged_pages > 0
+    assert bench.scheduler.tiers._shelves["disk"].index.num_owned(owner_tag(quiet)) >= 7
+    bench.engine.handle(0, wire.Quotas(2, ()))
+    for lane in range(30, 36):
+        ask(bench, lane, array("I", [lane] * 30), salt=loud)
+    bench.evict_all()
+    assert ask(bench, 40, salt=quiet).usage.host_tokens == 0, "it has none any more"
+    bench.engine.close()
+
+
 def shared(folder: Path, capacity: int) -> SharedHostTier:
     return SharedHostTier(SharedArenaTier(folder, LAYOUT, capacity, folder=folder))
 
@@ -278,6 +307,41 @@ def test_others_go_on_while_a_fetch_hangs_and_an_abort_frees_nothing_that_it_wri
     assert bench.scheduler.pool.num_held >= 7
     host.release()
     bench.settle()
+    bench.engine.close()
+
+
+def test_a_tier_that_hangs_for_ever_keeps_two_fetches_pages_and_rests_until_it_returns() -> None:
+    hangs: list[Fault] = []
+    host = FaultTier(HostTier(LAYOUT, 600), (hangs[0] if hangs else None for _ in repeat(None)))
+    bench = TieredBench(host, num_pages=200, context_tokens=800, patient=True)
+    prompts = [array("I", [(at * step) % VOCAB for at in range(100)]) for step in (3, 7, 11, 13)]
+    for lane, prompt in enumerate(prompts):
+        ask(bench, lane, prompt)
+    bench.evict_all()
+    hangs.append(Fault.OVERRUN)
+    most = 0
+    for round_ in range(4):
+        for at, prompt in enumerate(prompts):
+            lane = 10 + 10 * round_ + at
+            bench.submit(1, (lane,), prompt=pack_ids(prompt), sampling=Sampling(6, temperature=0.0))
+        until = time.monotonic() + 20.0
+        while bench.engine.has_work:
+            assert time.monotonic() < until
+            bench.step()
+        for at, prompt in enumerate(prompts):
+            assert bench.tokens[1, 10 + 10 * round_ + at] == alone(prompt, 6)
+        most = max(most, bench.scheduler.pool.num_held)
+        bench.evict_all()
+    assert 0 < most <= 200 // 8
+    (report,) = bench.engine._tier_reports()
+    assert report.state == "broken"
+    hangs.clear()
+    host.release()
+    bench.settle()
+    assert bench.engine._tier_reports()[0].state == "ok"
+    bench.evict_all()
+    time.sleep(1.1)  # it rests a moment longer, see shelf._REST_S
+    assert ask(bench, 99, prompts[0]).usage.host_tokens == 96
     bench.engine.close()
 
 

@@ -254,7 +254,7 @@ def test_the_heaps_stay_small_however_often_a_page_is_used() -> None:
         pages = cache.hold_prefix(chain([0]), 1)
         pool.release(pages, HoldKind.SEQUENCE)
         cache._take_idled()
-    assert len(cache._ripe) <= 4 * pool.num_pages + 1
+    assert len(cache._shared) <= 4 * pool.num_pages + 1
     assert cache.evict()
     assert cache.evict()
     assert not cache.evict()
@@ -280,3 +280,59 @@ def test_a_tenants_pages_are_forgotten_and_no_others() -> None:
         (chain([1])[0], 1),
     ]
     assert all(page.owner == b"b" for page in cache.contents())
+
+
+def idle(pool: PagePool, cache: PrefixCache, owner: bytes, word: list[int], now: float) -> None:
+    pages = take(pool, len(word))
+    cache.publish(chain(word), pages, whose=Provenance(b"root", owner), now=now)
+    pool.release(reversed(pages), HoldKind.SEQUENCE)
+
+
+def owners(cache: PrefixCache) -> list[bytes]:
+    return sorted(page.owner for page in cache.contents())
+
+
+def test_a_tenant_over_its_quota_pays_with_its_own_pages() -> None:
+    pool, cache = published([])
+    idle(pool, cache, b"a", [0, 0, 0], now=1.0)
+    idle(pool, cache, b"b", [1, 1, 1], now=2.0)
+    cache.set_quotas({b"a": 3, b"b": 2})
+    assert cache.evict(3.0, b"b"), "a's are older"
+    assert cache.evict(3.0, b"b")
+    assert owners(cache) == [b"a", b"a", b"a", b"b"]
+    assert (cache.charged_pages, cache.quota_breaches) == (2, 0)
+    cache.invariants()
+
+
+def test_others_take_what_is_beyond_a_quota_and_leave_what_is_within() -> None:
+    pool, cache = published([])
+    idle(pool, cache, b"a", [0, 0, 0], now=1.0)
+    idle(pool, cache, b"c", [1, 1], now=2.0)
+    cache.set_quotas({b"a": 2})
+    for left in ([b"a", b"a", b"c", b"c"], [b"a", b"a", b"c"], [b"a", b"a"]):
+        assert cache.evict(3.0, b"c")
+        assert owners(cache) == left
+    assert (cache.charged_pages, cache.quota_breaches) == (0, 0)
+    assert cache.evict(3.0, b"c"), "a sequence that runs must have its pages"
+    assert (owners(cache), cache.quota_breaches) == ([b"a"], 1)
+
+
+def test_what_is_retained_goes_before_what_is_within_the_quota_of_another() -> None:
+    pool, cache = published([])
+    idle(pool, cache, b"a", [0], now=1.0)
+    pages = take(pool, 1)
+    cache.publish(chain([1]), pages, whose=Provenance(b"root", b"c"), retain_until=99.0)
+    pool.release(pages, HoldKind.SEQUENCE)
+    cache.set_quotas({b"a": 1})
+    assert cache.evict(3.0, b"d")
+    assert owners(cache) == [b"a"]
+
+
+def test_quotas_that_are_taken_back_hold_nothing_any_more() -> None:
+    pool, cache = published([])
+    idle(pool, cache, b"a", [0], now=1.0)
+    idle(pool, cache, b"c", [1], now=2.0)
+    cache.set_quotas({b"a": 1})
+    cache.set_quotas({})
+    assert cache.evict(3.0, b"c")
+    assert (owners(cache), cache.quota_breaches) == ([b"c"], 0)

@@ -186,7 +186,7 @@ class TieredMachine(SchedulerMachine):
 
 
 SMALL = settings(
-    max_examples=250,
+    max_examples=100,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

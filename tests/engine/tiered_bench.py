@@ -8,13 +8,15 @@ from collections.abc import Sequence
 
 from engine.config import ScheduleConfig, TierConfig
 from engine.engine import Engine
+from engine.execute.page_memory import page_memory
+from engine.execute.runner import ModelRunner
 from engine.schedule.rates import Rates
 from engine.schedule.scheduler import Scheduler
 from engine.store.guard import Guard
 from engine.store.page_codec import PageLayout
 from engine.store.shared_host import SharedHostTier
 from engine.store.tier import Tier
-from engine.store.tiered import TieredStore
+from engine.store.tiered import PageMemory, TieredStore
 from tests.engine.arena_runner import VOCAB, ArenaRunner
 from tests.engine.engine_bench import EngineBench, engine_info
 
@@ -66,23 +68,37 @@ class SlowRates(Rates):
 
 
 class TieredBench(EngineBench):
-    """tiers: fastest first; each gets a guard of its own, that never gives up if patient."""
+    """tiers: fastest first; each gets a guard of its own, that never gives up if patient. model: a
+    real one in the place of an ArenaRunner, with all of its pages."""
 
-    def __init__(self, *tiers: Tier, num_pages: int = 24, patient: bool = False) -> None:
+    def __init__(
+        self,
+        *tiers: Tier,
+        num_pages: int = 24,
+        context_tokens: int = 80,
+        patient: bool = False,
+        model: ModelRunner | None = None,
+    ) -> None:
         super().__init__()
+        page_size, page_bytes, vocab_size = PAGE_SIZE, LAYOUT.page_bytes, VOCAB
+        if model is None:
+            self.runner = ArenaRunner(num_pages, PAGE_SIZE)
+            self.memory: PageMemory = ArenaBytes(self.runner)
+        else:
+            self.runner, self.memory = model, page_memory(model.arena)
+            num_pages, page_size = model.arena.num_pages, model.arena.layout.page_size
+            page_bytes, vocab_size = model.page_bytes, model.vocab_size
         config = ScheduleConfig(
             num_pages=num_pages,
-            page_size=PAGE_SIZE,
-            context_tokens=80,
+            page_size=page_size,
+            context_tokens=context_tokens,
             step_tokens=32,
             max_running=4,
             tiers=tuple(
                 TierConfig(name=tier.name, capacity_pages=tier.capacity_pages) for tier in tiers
             ),
-            page_bytes=LAYOUT.page_bytes,
+            page_bytes=page_bytes,
         )
-        self.runner = ArenaRunner(num_pages, PAGE_SIZE)
-        self.memory = ArenaBytes(self.runner)
         self.scheduler = Scheduler(config)
         self.scheduler.rates = SlowRates(1e-3, config.step_tokens)
         for tier in tiers:
@@ -97,7 +113,7 @@ class TieredBench(EngineBench):
             engine_info(num_pages),
             self.scheduler,
             self.runner,
-            vocab_size=VOCAB,
+            vocab_size=vocab_size,
             clock=time.monotonic,
             store=self.store,
         )

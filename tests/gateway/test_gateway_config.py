@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import stat
 import threading
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from gateway.__main__ import FLAGS, main, parser
-from gateway.config import ConfigError, load, read_secret, setting_names
+from gateway.app import build
+from gateway.config import (
+    ConfigError,
+    GatewayConfig,
+    TieringConfig,
+    load,
+    read_secret,
+    setting_names,
+)
 from gateway.home import Home, open_home
+from gateway.telemetry import make_log
 
 
 def write(folder: Path, text: str) -> Path:
@@ -77,6 +89,9 @@ def test_unknown_variable_is_named_as_it_was_written() -> None:
         ("[stream]\nheartbeat_s = nan\n", "stream.heartbeat_s"),
         ("[limits]\nbody_bytes_in_flight = 5\n", "limits.body_bytes_in_flight"),
         ("[limits]\nchoices = 129\n", "limits.choices"),
+        ("[tiering.quotas]\nacme = 0.7\nzoo = 0.4\n", "tiering.quotas"),
+        ("[tiering]\nquotas = { acme = -0.1 }\n", "tiering.quotas"),
+        ("[tiering]\nquotas = { acme = nan }\n", "tiering.quotas"),
         ('[routing]\npolicy = "random"\n', "routing.policy"),
         ("[server\n", "kagari.toml"),
     ],
@@ -141,3 +156,17 @@ def test_two_first_starts_at_once_agree(tmp_path) -> None:
         "home.secret",
         "join.token",
     ]
+
+
+def test_a_quota_of_a_tenant_without_a_key_is_told(tmp_path) -> None:
+    quotas = {"acme": 0.1, "default": 0.2}
+    config = GatewayConfig(home=str(tmp_path / "home"), tiering=TieringConfig(quotas))
+    lines = StringIO()
+
+    async def start() -> None:
+        async with build(config, log=make_log(lines)):
+            pass
+
+    asyncio.run(start())
+    (line,) = map(json.loads, lines.getvalue().splitlines())
+    assert (line["event"], line["tenants"]) == ("quotas_of_tenants_without_a_key", ["acme"])

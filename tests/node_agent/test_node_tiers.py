@@ -178,6 +178,8 @@ async def test_pins_and_purges_reach_the_engine_and_every_gateway_hears_the_resu
                 wire.Pin(0, "p1", prompt, bytes(32), 60.0, 10),
                 wire.Purge(0, "u1", bytes(32)),
                 wire.Unpin(0, "p1"),
+                wire.Quotas(0, ((bytes(16), 0.5),)),
+                wire.Quotas(3, ()),
                 wire.Pin(3, "p2", prompt, bytes(32), 60.0, 10),
                 wire.Purge(3, "u2", bytes(32)),
             )
@@ -189,8 +191,10 @@ async def test_pins_and_purges_reach_the_engine_and_every_gateway_hears_the_resu
             assert (done.pages, done.code) == (2, "")
             assert (lost.engine, lost.pages, lost.code) == (3, 0, "engine_lost")
             assert len(first.of(wire.PurgeResult)) == 1  # nobody says that u2's pages are gone
-            await until(lambda: told.read_text().count("\n") == 3, "what the engine was told")
-            assert told.read_text().split("\n")[:3] == ["0 Pin", "0 Purge", "0 Unpin"]
+            await until(lambda: told.read_text().count("\n") == 4, "what the engine was told")
+            assert told.read_text().split("\n")[:-1] == [
+                *("0 Pin", "0 Purge", "0 Unpin", "0 Quotas"),
+            ]
             await until(lambda: first.of(wire.Report)[-1].engines[0].tiers, "a report with tiers")
             (engine,) = first.of(wire.Report)[-1].engines
             assert (engine.tiers[0].tier, engine.pages_pinned, engine.integrity_faults) == (

@@ -27,6 +27,7 @@ from policies.tiering import (
     fetch_deadline_s,
     keep_score,
     pages_worth_fetching,
+    quota_pages,
 )
 
 HALF_LIFE_S = PAUSES * FIRST_PAUSE_S
@@ -137,7 +138,7 @@ def test_a_second_use_opens_the_disk_root_first() -> None:
 
 
 def test_a_tenant_over_its_quota_evicts_its_own_pages() -> None:
-    index = TierIndex(4, quota_pages={A: 2, B: 2})
+    index = TierIndex(4, quotas={A: 2, B: 2})
     first, second = chain(A, "aa"), chain(B, "bb")
     use(index, first, 1.0)
     use(index, second, 2.0)
@@ -146,12 +147,25 @@ def test_a_tenant_over_its_quota_evicts_its_own_pages() -> None:
 
 
 def test_room_that_nobody_claims_is_free_and_comes_back_from_the_borrower() -> None:
-    index = TierIndex(4, quota_pages={A: 2, B: 1})
+    index = TierIndex(4, quotas={A: 2, B: 1})
     use(index, chain(B, "bbbb"), 1.0)
     assert index.num_owned(B) == 4
     assert use(index, chain(A, "aa"), 2.0) == keys_of(chain(B, "bbbb"))[:1:-1]
     assert use(index, chain(C, "c"), 3.0) == [chain(B, "bb")[1].key]
     assert use(index, chain(C, "d"), 4.0) == [chain(C, "c")[0].key]  # all others are in quota
+
+
+def test_who_was_evicted_for_being_over_a_quota_is_counted() -> None:
+    index = TierIndex(2, quotas={A: 1})
+    use(index, chain(A, "aa"), 1.0)
+    use(index, chain(A, "b"), 2.0)
+    use(index, chain(C, "c"), 3.0)
+    assert (index.charged_pages, index.num_owned(A)) == (1, 1)
+
+
+def test_shares_come_to_whole_pages_and_never_to_more_than_the_tier() -> None:
+    shares = {b"a": 0.25, b"b": 0.3, b"c": -1.0, b"d": 7.0, b"e": float("nan")}
+    assert quota_pages(shares, 10) == {b"a": 2, b"b": 3, b"c": 0, b"d": 10, b"e": 0}
 
 
 def test_pinned_pages_stay_until_the_last_unpin() -> None:
@@ -247,7 +261,7 @@ def test_a_page_of_another_tenant_is_no_parent() -> None:
 
 def test_quotas_must_fit() -> None:
     with pytest.raises(ValueError, match="4 at most together"):
-        TierIndex(4, quota_pages={A: 3, B: 2})
+        TierIndex(4, quotas={A: 3, B: 2})
     with pytest.raises(ValueError, match="want at least 1"):
         TierIndex(0)
 
@@ -305,7 +319,7 @@ class TierIndexMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         quotas = {A: 3, B: 2}
-        self.index = TierIndex(7, quota_pages=quotas)
+        self.index = TierIndex(7, quotas=quotas)
         self.model = Model(7, quotas)
         self.scores: dict[bytes, float] = {}  # of all pages that were ever used
         self.now = 0.0
@@ -371,6 +385,11 @@ class TierIndexMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from([other[-1].key, *self.model.pins]))
         self.index.unpin([key])
         self.model.pins -= Counter([key])  # never under 0
+
+    @rule(quotas=st.dictionaries(st.sampled_from([A, B, C]), st.integers(0, 4)))
+    def set_quotas(self, quotas: dict[bytes, int]) -> None:
+        self.index.set_quotas(quotas)
+        self.model.quotas = quotas
 
     @rule(pages=chains)
     def forget(self, pages: list[Resident]) -> None:

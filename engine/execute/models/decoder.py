@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.execute.arena import Arena
+from engine.execute.arithmetic import torch_arithmetic
 from engine.execute.batch import Batch, build_batch
 from engine.execute.kernels.registry import Kernels
 from engine.execute.layers import page_values
@@ -84,6 +85,7 @@ class Decoder:
         self._dtype, self._device = dtype, device
         self.read_from(arena)
         self.compute_precision = "bf16" if dtype == torch.bfloat16 else "fp32"
+        self.arithmetic = f"{self.compute_precision}-{torch_arithmetic(device)}"
         self.layers: list[Layer] = []
         for layer in range(config.num_layers):
             self.layers.append(self._load_layer(f"model.layers.{layer}"))

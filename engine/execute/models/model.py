@@ -42,6 +42,10 @@ class Model(Protocol):
         32 values."""
 
     @property
+    def arithmetic(self) -> str:
+        """Equal names: equal weights, tokens and options give equal bits, on any machine."""
+
+    @property
     def warm_up_tokens(self) -> tuple[int, ...]:
         """Of the steps after which no other is slow because it is the first of its kind."""
 

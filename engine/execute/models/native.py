@@ -8,6 +8,7 @@ from math import isfinite
 import torch
 
 from engine.execute.arena import Arena
+from engine.execute.arithmetic import torch_arithmetic
 from engine.execute.kernels.cpu import library as cpu
 from engine.execute.kernels.cpu.library import Args, Library
 from engine.execute.layers.attention import Attention, Call, Span
@@ -81,6 +82,9 @@ class NativeDecoder:
         program.head()
         self.compute_precision = program.precision
         self.fallbacks = sum(callable(entry) for entry in program.entries)
+        self.arithmetic = f"{program.precision}-{library.arithmetic}"
+        if self.fallbacks:
+            self.arithmetic += f"-{dtype}-{torch_arithmetic(torch.device('cpu'))}"
         self._logits = program.logits
         self._best_ids, self._best_values = program.best_ids, program.best_values
         self._kept = program.kept, packer  # what the ops point to

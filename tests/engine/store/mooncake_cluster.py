@@ -61,7 +61,7 @@ class Inside:
 class Cluster:
     """A master, and owners that give it memory. stop() ends all that was started."""
 
-    def __init__(self, network: Network, folder: Path, *, port: int = 51051) -> None:
+    def __init__(self, network: Network, folder: Path, *, port: int = 21051) -> None:
         self.network = network
         self.url = f"mooncake://127.0.0.1:{port}?segment_mb=0&admin_port={port + 1}"
         self._port = port
@@ -181,7 +181,7 @@ def network() -> Network:
 def lasting_cluster() -> tuple[Cluster, Memory, Any]:
     """One for the whole run, with a small owner, and a client to clear it."""
     folder = tempfile.TemporaryDirectory()
-    cluster = Cluster(network(), Path(folder.name), port=51061)
+    cluster = Cluster(network(), Path(folder.name), port=21061)
     atexit.register(folder.cleanup)
     atexit.register(cluster.stop)
     cluster.master()

@@ -27,7 +27,7 @@ from tests.engine.store.mooncake_cluster import (
     network,
     until,
 )
-from tests.engine.store.tier_factories import LAYOUT, OWNERS, key_of, payload_of, record_of
+from tests.engine.store.tier_factories import KIND, LAYOUT, OWNERS, key_of, payload_of, record_of
 
 OK, MISS, CORRUPT = Status.OK, Status.MISS, Status.CORRUPT
 
@@ -38,7 +38,7 @@ def test_without_mooncake_the_error_says_what_to_install(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(mooncake.importlib, "import_module", refuse)
     with pytest.raises(ConfigError, match=r"libibverbs\.so\.1.*pip install 'kagari\[mooncake\]'"):
-        MooncakeTier("mooncake://127.0.0.1:50051", LAYOUT)
+        MooncakeTier("mooncake://127.0.0.1:50051", LAYOUT, KIND)
 
 
 class Lab:
@@ -49,9 +49,9 @@ class Lab:
         self._stack = ExitStack()
         self._stack.callback(self.cluster.stop)
 
-    def tier(self, url: str | None = None, *, joined: bool = True) -> Any:
+    def tier(self, url: str | None = None, *, kind: str = KIND, joined: bool = True) -> Any:
         with self.cluster.network.inside():
-            tier = MooncakeTier(url or self.cluster.url, LAYOUT)
+            tier = MooncakeTier(url or self.cluster.url, LAYOUT, kind)
         self._stack.callback(tier.close)
         assert not joined or tier.wait_joined(soon())
         return Inside(self.cluster.network, tier)
@@ -97,11 +97,10 @@ def get(tier: Any, *numbers: int, seconds: float = PATIENCE_S) -> list[Status]:
     return statuses
 
 
-def name_of(number: int) -> str:
-    return f"kv1/{layout_digest(LAYOUT).hex()}/{key_of(number).hex()}"
+def name_of(number: int, kind: str = KIND) -> str:
+    return f"kv1/{layout_digest(LAYOUT).hex()}/{kind}/{key_of(number).hex()}"
 
 
-@pytest.mark.slow
 def test_an_engine_starts_without_its_store_and_joins_it_when_it_is_there(lab: Lab) -> None:
     begun = time.monotonic()
     tier = lab.tier(joined=False)
@@ -114,15 +113,14 @@ def test_an_engine_starts_without_its_store_and_joins_it_when_it_is_there(lab: L
     assert put(tier, 1) == get(tier, 1) == [OK]
 
 
-@pytest.mark.slow
 def test_a_node_finds_what_another_process_put_and_purges_it_after_that_is_gone(lab: Lab) -> None:
     lab.cluster.master()
     lab.cluster.owner()
     script = f"""
 import os, time
 from engine.store.mooncake import MooncakeTier
-from tests.engine.store.tier_factories import LAYOUT, OWNERS, key_of, payload_of, record_of
-tier = MooncakeTier({lab.cluster.url!r}, LAYOUT)
+from tests.engine.store.tier_factories import KIND, LAYOUT, OWNERS, key_of, payload_of, record_of
+tier = MooncakeTier({lab.cluster.url!r}, LAYOUT, KIND)
 assert tier.wait_joined(time.monotonic() + 30)
 for owner, numbers in zip(OWNERS, ((1, 2), (3, 4))):
     payloads = [memoryview(payload_of(key_of(number))) for number in numbers]
@@ -141,16 +139,29 @@ os._exit(0)
     assert sorted(lab.cluster.ask("/get_all_keys").split()) == sorted(map(name_of, (3, 4)))
 
 
-@pytest.mark.slow
+def test_nodes_whose_bits_differ_share_no_page_and_purge_each_others(lab: Lab) -> None:
+    lab.cluster.master()
+    lab.cluster.owner()
+    one, other = lab.tier(), lab.tier(kind="other")
+    assert put(one, 1, 2) == [OK, OK]
+    assert get(other, 1, 2) == [MISS, MISS]
+    assert put(other, 2) == [OK]
+    assert sorted(lab.cluster.ask("/get_all_keys").split()) == sorted(
+        (name_of(1), name_of(2), name_of(2, "other"))
+    )
+    assert one.purge(OWNERS[0], soon()) is OK
+    assert get(one, 1, 2) == [MISS, MISS]
+    assert get(other, 2) == [MISS]
+
+
 def test_a_purge_that_cannot_list_the_store_says_so(lab: Lab) -> None:
     lab.cluster.master()
     lab.cluster.owner()
-    tier = lab.tier(lab.cluster.url.replace("admin_port=51052", "admin_port=51053"))
+    tier = lab.tier(lab.cluster.url.replace("admin_port=21052", "admin_port=21053"))
     assert put(tier, 1) == [OK]
     assert tier.purge(OWNERS[0], soon()) is Status.UNAVAILABLE
 
 
-@pytest.mark.slow
 def test_what_others_put_under_our_names_is_refused_and_dropped(lab: Lab) -> None:
     lab.cluster.master()
     lab.cluster.owner()
@@ -195,7 +206,6 @@ def test_a_killed_owner_is_unavailable_and_then_a_miss_and_another_owner_takes_o
     assert put(tier, 1, 3) == get(tier, 1, 3) == [OK, OK]
 
 
-@pytest.mark.slow
 def test_a_stopped_owner_costs_a_deadline_and_its_view_is_quarantined(lab: Lab) -> None:
     lab.cluster.master()
     owner = lab.cluster.owner()
@@ -223,7 +233,6 @@ def test_a_stopped_owner_costs_a_deadline_and_its_view_is_quarantined(lab: Lab) 
     assert guard.state == "ok"
 
 
-@pytest.mark.slow
 def test_a_killed_master_is_unavailable_and_a_restarted_one_has_forgotten_all(lab: Lab) -> None:
     master = lab.cluster.master()
     lab.cluster.owner()
@@ -240,7 +249,6 @@ def test_a_killed_master_is_unavailable_and_a_restarted_one_has_forgotten_all(la
     assert get(guard, 1) == [OK]
 
 
-@pytest.mark.slow
 def test_a_full_store_has_no_room_and_what_it_holds_is_right(lab: Lab) -> None:
     lab.cluster.master()
     lab.cluster.owner(16)
@@ -274,8 +282,8 @@ def test_a_process_ends_in_order_while_a_call_hangs(lab: Lab) -> None:
 import time
 from engine.store.guard import Guard
 from engine.store.mooncake import MooncakeTier
-from tests.engine.store.tier_factories import LAYOUT, key_of
-tier = MooncakeTier({lab.cluster.url!r}, LAYOUT)
+from tests.engine.store.tier_factories import KIND, LAYOUT, key_of
+tier = MooncakeTier({lab.cluster.url!r}, LAYOUT, KIND)
 assert tier.wait_joined(time.monotonic() + 30)
 guard = Guard(tier)
 view = memoryview(bytearray(LAYOUT.page_bytes))

@@ -26,6 +26,7 @@ from tests.engine.store.mooncake_cluster import Inside, lasting_cluster
 # Whole blocks, so that aligned memory is read into directly; ODD_LAYOUT's pages end within one.
 LAYOUT = PageLayout("bf16", num_layers=2, num_kv_heads=2, page_size=16, head_dim=64)
 ODD_LAYOUT = PageLayout("bf16", num_layers=2, num_kv_heads=3, page_size=16, head_dim=4)
+KIND = "kind"  # of pages: see engine/store/page_kind.py
 OWNERS = (b"owner-a" + bytes(9), b"owner-b" + bytes(9))
 NEVER = 1e12  # a deadline
 
@@ -162,7 +163,7 @@ def mooncake(folder: Path, capacity: int) -> Rig:
     client.remove_by_regex(".*", True)
     memory.clear()
     with cluster.network.inside():
-        tier = MooncakeTier(cluster.url, LAYOUT)
+        tier = MooncakeTier(cluster.url, LAYOUT, KIND)
         assert tier.wait_joined(time.monotonic() + 30)
     walled: Tier = Inside(cluster.network, tier)  # type: ignore[assignment]
     return Rig(walled, LAYOUT, memory.read, memory.write, is_exact=False)

@@ -54,6 +54,7 @@ class World:
     """One gateway's keeper and fleet; `restart` is its next process."""
 
     def __init__(self, folder: Path, *, quota: int = 10) -> None:
+        self.shares: dict[str, float] = {}
         self.clock = Clock()
         self.wall_s = 1e9
         self.home: Home = open_home(folder)
@@ -74,6 +75,7 @@ class World:
             self.home,
             self.fleet,
             max_pages_per_tenant=self.quota,
+            quotas=self.shares,
             clock=self.clock,
             wall=lambda: self.wall_s,
         )
@@ -117,6 +119,32 @@ def purged(node: FakeNode, purge: wire.Purge, *left: wire.Tier) -> None:
 async def told(world: World, node: FakeNode) -> list[Any]:
     await world.keeper.look()
     return node.read()
+
+
+# --- quotas ---------------------------------------------------------------------------------------
+
+
+async def test_every_engine_is_told_all_quotas_and_that_there_are_none(world: World) -> None:
+    shares = tuple((owner_tag(world.home.salt(name)), 0.4) for name in ("acme", "zoo"))
+    node = world.join("n1", info(0, "m"), info(1, "other"))
+    old = world.join("old", version=wire.TIERS_VERSION - 1)
+    for _ in range(2):
+        await told(world, node)
+    assert node.quotas == [wire.Quotas(0, ()), wire.Quotas(1, ())]
+    world.shares = {"zoo": 0.4, "acme": 0.4}
+    world.restart()
+    again = world.join("n1", info(0, "m"), info(1, "other"))
+    for _ in range(2):
+        await told(world, again)
+    assert again.quotas == [wire.Quotas(0, shares), wire.Quotas(1, shares)]
+    for infos in ((), again.infos[:1]):  # it began anew
+        again.send(wire.EnginesChanged(infos))
+    await told(world, again)
+    world.pass_time(ASK_AGAIN_S)  # no answer says that it came
+    await told(world, again)
+    assert again.quotas[2:] == [wire.Quotas(0, shares)] * 2
+    old.read()
+    assert old.quotas == []
 
 
 # --- prefixes -------------------------------------------------------------------------------------

@@ -89,6 +89,7 @@ class FakeNode:
         self.version = version
         self.session: Session | None = None
         self.received: list[Any] = []
+        self.quotas: list[wire.Quotas] = []  # told again and again, so no part of what is new
         self.request_by_lane: dict[int, tuple[str, int]] = {}
         self.aborted: set[int] = set()
         self.given: set[int] = set()  # lanes of this link, ended ones too
@@ -121,6 +122,9 @@ class FakeNode:
         new: list[Any] = []
         while (frame := self.session.outbox.pop()) is not None:
             message = wire.decode_from_gateway(frame)
+            if isinstance(message, wire.Quotas):
+                self.quotas.append(message)
+                continue
             new.append(message)
             match message:
                 case wire.Submit(request_id, attempt, _, lanes):

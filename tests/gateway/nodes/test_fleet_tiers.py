@@ -46,20 +46,21 @@ def test_a_prefix_on_disk_is_worth_its_prefill_less_its_fetch() -> None:
         assert stream.decision.chosen.fetch_s == pytest.approx(7 * 1e6 / rate)
 
 
-def test_a_page_of_the_cluster_store_is_near_every_node_whose_pages_mean_the_same() -> None:
+def test_a_page_of_the_cluster_store_is_near_every_node_with_pages_of_its_kind() -> None:
     store = wire.TierReport("cluster", 0, 8, fetch_bytes_per_s=1e9)
+    same = {"page_bytes": 1000, "layout_id": "one"}
     nodes = {
-        "writer": FakeNode(gateway := fleet(), "writer", info(page_bytes=1000)).join(),
-        "reader": FakeNode(gateway, "reader", info(page_bytes=1000)).join(),
-        "fp8": FakeNode(gateway, "fp8", info(page_bytes=500, layout_id="other")).join(),
-        "alone": FakeNode(gateway, "alone", info(page_bytes=1000)).join(),
+        "writer": FakeNode(gateway := fleet(), "writer", info(page_kind="a", **same)).join(),
+        "reader": FakeNode(gateway, "reader", info(page_kind="a", **same)).join(),
+        "other_cpu": FakeNode(gateway, "other_cpu", info(page_kind="b", **same)).join(),
+        "alone": FakeNode(gateway, "alone", info(page_kind="a", **same)).join(),
     }
     stored(nodes["writer"], 0, "cluster", *range(1, 9))
     for name, node in nodes.items():
         tiered(node, *(() if name == "alone" else (store,)))
     with gateway.dispatch(request(1, 600)) as stream:
         hits = {one.candidate.node_id: one.hit_tokens for one in stream.decision.scored}
-    assert hits == {"writer": 512, "reader": 512, "fp8": 0, "alone": 0}
+    assert hits == {"writer": 512, "reader": 512, "other_cpu": 0, "alone": 0}
 
 
 def test_a_page_in_memory_that_engines_share_is_near_each_of_them_and_no_other() -> None:

@@ -106,6 +106,13 @@ def library_file(*, build_s: float = BUILD_S) -> Path:
     return build
 
 
+def build_id(library: Path) -> str:
+    """Equal ids: equal sources, flags and compilers; so equal bits, by one instruction set."""
+    if library.parent == cache_folder():
+        return library.stem
+    return hashlib.sha256(library.read_bytes()).hexdigest()[:16]  # KAGARI_CPU_KERNELS
+
+
 def discard(build: Path) -> None:
     """Forgets one that could not be loaded, so that the next library_file compiles anew."""
     if build.parent == cache_folder():  # not KAGARI_CPU_KERNELS

@@ -171,6 +171,7 @@ class Library:
     ) -> None:
         self.functions = functions
         self.isa = isa
+        self.arithmetic = f"{isa}-{build.build_id(Path(functions._name))}"  # see models.model.Model
         self.threads = threads
         self._started: tuple[Program, Step] | None = None  # kept alive
         self.distrusted = distrusted  # better ones that this CPU has, but that compute wrongly
