@@ -302,12 +302,15 @@ def config_show(
 @app.command()
 def demo(
     check: Annotated[bool, typer.Option(help="Exit 1 if a claim does not hold.")] = False,
+    landing_tokens: Annotated[
+        int, typer.Option(min=512, max=7000, help="Of the prompt that lands in act 3.")
+    ] = 6000,
     as_json: AsJson = False,
 ) -> None:
-    """A live show on the embedded model: affinity, its discount, and what outlives memory."""
+    """A live show on the embedded model: affinity, its discount, split nodes, slower tiers."""
     from gateway.demo.show import run_demo
 
-    run_demo(check=check, as_json=as_json)
+    run_demo(check=check, as_json=as_json, landing_tokens=landing_tokens)
 
 
 if __name__ == "__main__":
