@@ -35,7 +35,7 @@ WAYS = {
     SPLIT: ("--prefill", "1", "--decode", "1", "--split", "always"),
 }
 ASKED = {"chunk 512": 3.0, "chunk 256": 1.5}  # of time per token, p90
-PREFILL_SHARE = 0.8  # of one engine's time: all prompts together
+COLD_SHARE = 0.5  # of one engine's time: cold prompts alone
 MOST_LOAD = 2.0
 SLO_LOAD = "slo_load"
 
@@ -69,7 +69,7 @@ class Measured:
 
     def __init__(self, model: str, seed: int, *, quick: bool) -> None:
         self._model, self._seed, self._quick = model, seed, quick
-        self._seconds, self._search = (35.0, 0) if quick else (90.0, 3)
+        self._seconds, self._search = (45.0, 0) if quick else (90.0, 3)
         self._shape = Shape()
         self._objective: Objective | None = None
         self._texts: dict[str, str] = {}
@@ -99,13 +99,10 @@ class Measured:
                 yield stack, Neighbours(lambda: sum(map(cpu_s, [os.getpid(), *ours])))
 
     def _choose_load(self, stack: Stack) -> Objective:
-        """Prompts keep one engine busy for PREFILL_SHARE of the time: those of turns by the agents'
-        pace, cold ones with what is left."""
-        rate = prefill_rate(stack)
-        shape = self._shape
-        of_turns = shape.agents * mean(shape.result_tokens) / mean(shape.tool_s)
-        cold_per_s = (PREFILL_SHARE * rate - of_turns) / mean(shape.cold_tokens)
-        self._shape = replace(shape, cold_per_s=cold_per_s)
+        """Cold prompts keep one engine busy for COLD_SHARE of the time, where it has no other."""
+        rate = prefill_rate(stack, self._shape)
+        cold_per_s = COLD_SHARE * rate / mean(self._shape.cold_tokens)
+        self._shape = replace(self._shape, cold_per_s=cold_per_s)
         self._objective = Objective(rate)
         say(f"{cores.told()}\nload 1: {self._shape}\nobjective: {self._objective}")
         return self._objective

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from statistics import mean
 
 from gateway.cli.client import ChatReply, stream_chat
 from gateway.demo.scenario import AREAS, NOUNS, VERBS, Message
@@ -26,12 +27,12 @@ PATIENCE_S = 300.0  # of one answer
 class Shape:
     """Ranges are (least, most), drawn evenly. cold_per_s: 1 ÷ the mean of ½ to 1½ times as long."""
 
-    agents: int = 6
+    agents: int = 12
     opening_tokens: int = 400
     result_tokens: tuple[int, int] = (60, 160)
-    tool_s: tuple[float, float] = (6.0, 14.0)
+    tool_s: tuple[float, float] = (6.0, 12.0)
     cold_tokens: tuple[int, int] = (1500, 6000)
-    answer_tokens: tuple[int, int] = (16, 28)
+    answer_tokens: tuple[int, int] = (8, 16)
     cold_per_s: float = 0.1
 
     def times(self, load: float) -> Shape:
@@ -133,10 +134,8 @@ def cold_arrivals(shape: Shape, *, seed: int, seconds: float) -> Iterator[tuple[
         yield at_s, chance.randint(*shape.cold_tokens) - FRAME_TOKENS
 
 
-def prefill_rate(stack: Stack) -> float:
-    """Tokens a second of one engine: a cold prompt alone."""
-    chance = random.Random(0)
-    prober = _Agent(stack, Shape(answer_tokens=(1, 1)), "rate", chance)
-    prober.ask(200)  # loads what is loaded late
-    reply = _Agent(stack, Shape(answer_tokens=(1, 1)), "rate again", chance).ask(2000).reply
+def prefill_rate(stack: Stack, shape: Shape) -> float:
+    """Tokens a second of an idle engine: a cold prompt of the mean length."""
+    asker = _Agent(stack, shape, "rate", random.Random(0))
+    reply = asker.ask(round(mean(shape.cold_tokens)) - FRAME_TOKENS).reply
     return reply.prompt_tokens / reply.ttft_s
