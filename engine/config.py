@@ -171,6 +171,7 @@ class ScheduleConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     num_pages: int
     page_size: int
     context_tokens: int
+    vocab_size: int = 1 << 32  # token ids are below it
     step_tokens: int = DEFAULT_STEP_TOKENS
     max_running: int = DEFAULT_MAX_RUNNING
     max_waiting: int = DEFAULT_MAX_WAITING
