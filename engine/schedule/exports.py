@@ -65,6 +65,9 @@ class Exports:
     def __contains__(self, transfer_id: bytes) -> bool:
         return transfer_id in self._exports
 
+    def __len__(self) -> int:
+        return len(self._exports)
+
     # --- a prompt for a peer --------------------------------------------------------------------
 
     def begin(self, sequence: Sequence) -> None:

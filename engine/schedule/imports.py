@@ -60,6 +60,9 @@ class Imports:
     def __contains__(self, transfer_id: bytes) -> bool:
         return transfer_id in self._imports
 
+    def __len__(self) -> int:
+        return len(self._imports)
+
     @property
     def num_moving(self) -> int:
         """Sequences that have their pages and will run when these are written."""

@@ -48,8 +48,8 @@ class Transfers:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is held for a transfer."""
-        return next(self.holds(), None) is None
+        """Nothing is under way, nor held; something may be expected."""
+        return not (self.exports or self.imports or next(self.returns.holds(), None) is not None)
 
     @property
     def has_orders(self) -> bool:
