@@ -12,10 +12,10 @@ from engine.store.quantise import convert
 from engine.transfer.channel import Channel
 from engine.transfer.leg import Leg, Site, Unsound
 from engine.transfer.machine import Effect, Receive, Say, Stop, Tell
-from engine.transfer.messages import Accept, Message, Offer, Pages
+from engine.transfer.messages import Accept, Drained, HandOver, Message, Offer, Pages, Withdraw
 from engine.transfer.receiver import Receiver
+from engine.transfer.rooms import OwnRoom, make_room
 from engine.transfer.seal import page_digest
-from engine.transfer.segment import OwnSegment
 from engine.transfer.states import Event
 
 
@@ -25,7 +25,8 @@ class Incoming(Leg):
     def __init__(self, site: Site, order: Expect | Import) -> None:
         receiver = Receiver(order, site.layout)
         super().__init__(site, receiver, secret=order.secret, deadline=order.deadline)
-        self._room: OwnSegment | None = None
+        self._room: OwnRoom | None = None
+        self._is_drained = False  # the peer has said its last word: it writes nothing more
         self._receive: Receive | None = None
         self._began = 0.0
         self._tags: list[int] = []
@@ -39,6 +40,7 @@ class Incoming(Leg):
         self.feed(Event.OFFER, offer)
 
     def take(self, message: Message) -> None:
+        self._is_drained |= isinstance(message, HandOver | Withdraw | Drained)
         super().take(message)
         if isinstance(message, Pages) and not message.slots and not self._landing:
             assert self.channel is not None
@@ -64,20 +66,19 @@ class Incoming(Leg):
     def hang_up(self) -> None:
         super().hang_up()
         if self._room is not None:
-            self._room.close()
+            self._room.close(is_drained=self._is_drained)
             self._room = None
 
-    def _make_room(self, accept: Accept) -> OwnSegment | None:
-        """For the first of the sender's ways that is ours too; None: pages follow their message."""
+    def _make_room(self, accept: Accept) -> OwnRoom | None:
         assert self.channel is not None
         assert self.machine.offer is not None
-        for way in self.machine.offer.ways:
-            if way == "shm" and way in self.site.ways and self.channel.is_local:
-                try:
-                    return OwnSegment(self.machine.travels.page_bytes, accept.stop - accept.first)
-                except OSError:
-                    continue  # no memory to spare
-        return None
+        return make_room(
+            [way for way in self.machine.offer.ways if way in self.site.ways],
+            self.site.engine,
+            num_pages=accept.stop - accept.first,
+            slot_bytes=self.machine.travels.page_bytes,
+            is_local=self.channel.is_local,
+        )
 
     def _begin(self, receive: Receive) -> None:
         assert self.channel is not None
@@ -93,8 +94,12 @@ class Incoming(Leg):
         if not receive.slots:
             self.channel.expect(self._landing)
             return
-        if room is None or len(receive.slots) != len(self._landing):
-            raise Unsound("transfer_corrupt", f"Pages: found slots {receive.slots}, allowed a page")
+        if (
+            room is None
+            or len(receive.slots) != len(self._landing)
+            or max(receive.slots) >= room.told.slots
+        ):
+            raise Unsound("transfer_corrupt", "Pages: found slots that no page can lie in")
         for slot, page in zip(receive.slots, self._landing, strict=True):
             copy_bytes(room.slot(slot), page)
         self.filled()

@@ -14,10 +14,12 @@ from engine.transfer import messages
 from engine.transfer.channel import Channel
 from engine.transfer.machine import Effect, Fault, HangUp, Machine, Say, Tell
 from engine.transfer.messages import Message, decode_message, encode
+from engine.transfer.rooms import Way
+from engine.transfer.staging import TransferEngine
 from engine.transfer.states import Event, State
 
 DRAIN_S = 5.0  # for the peer to answer a last word; then the connection is cut
-_EVENTS: Mapping[type[Message], Event] = {
+EVENT_OF: Mapping[type[Message], Event] = {
     messages.Offer: Event.OFFER,
     messages.Accept: Event.ACCEPT,
     messages.Pages: Event.PAGES,
@@ -35,11 +37,13 @@ class Site:
 
     memory: PageMemory
     layout: PageLayout
-    ways: tuple[str, ...]
+    ways: tuple[Way, ...]
     clock: Callable[[], float]
     tell: Callable[[TransferNews, list[tuple[int, int]]], None]  # with tags that are to be written
     watch: Callable[[Channel], None]  # wait for what it brings
     part: Callable[[Channel], None]  # close it, once what was said has arrived
+    call: Callable[[Leg, Callable[[], None]], None]  # from any thread: do it on the mover's
+    engine: TransferEngine | None  # Mooncake's
 
 
 class Unsound(Exception):
@@ -103,7 +107,7 @@ class Leg:
             self.take(message)
 
     def take(self, message: Message) -> None:
-        self.feed(_EVENTS[type(message)], message)
+        self.feed(EVENT_OF[type(message)], message)
 
     def filled(self) -> None:
         raise AssertionError("no pages were expected")
@@ -112,8 +116,13 @@ class Leg:
         """Send what was said."""
         if self.channel is not None and self.channel.is_open:
             self.channel.send(now)
-            if self.machine.state is State.LEAVING and not self.channel.has_more:
+            if self.machine.state is State.LEAVING and not self.has_more:
                 self.feed(Event.FLUSHED)
+
+    @property
+    def has_more(self) -> bool:
+        """Something that was said is not sent."""
+        return self.channel is not None and self.channel.has_more
 
     def tick(self, now: float) -> None:
         if now >= self.deadline:

@@ -41,15 +41,19 @@ from engine.transfer.incoming import Incoming
 from engine.transfer.leg import Leg, Site
 from engine.transfer.machine import Fault
 from engine.transfer.outgoing import Outgoing
+from engine.transfer.rooms import WAYS, Way
+from engine.transfer.staging import TransferEngine
 from engine.transfer.states import Event
 
-DEFAULT_WAYS = ("shm",)
 TICK_S = 0.05  # how late a deadline may be found
 IDLE_S = 0.5  # while transfers are only expected
 MAX_STRANGERS = 64  # then the one that has been there longest goes
 MAX_PARTING = 64  # then a last word may be lost
 _BACKLOG = 128
 _REMEMBERED = 1 << 14  # ids that were used
+
+
+_Job = tuple[Leg, Callable[[], None]]
 
 
 class TransferMover:
@@ -59,43 +63,54 @@ class TransferMover:
         layout: PageLayout,
         *,
         listen: tuple[str, int] | None,
-        ways: tuple[str, ...] = DEFAULT_WAYS,
+        ways: tuple[Way, ...] = WAYS["auto"],
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """memory: this thread's own. listen: address and port, 0 for a free one; None: nobody can
-        bring pages. ways: beside the connection itself, the best first. wake: called from another
+        bring pages. ways: of rooms.WAYS. wake: called from another
         thread when there is something to take. clock: that of the orders' deadlines. Raises OSError
-        where the address cannot be listened on."""
+        where the address cannot be listened on, or Mooncake does not start; ConfigError where it is
+        not installed."""
         self.wake = wake
         self._memory = memory
         self._clock = clock
+        self._site = Site(
+            memory,
+            layout,
+            ways,
+            clock,
+            tell=self._tell,
+            watch=self._watch,
+            part=self._part,
+            call=self._call,
+            engine=TransferEngine(_host_of(listen)) if "mooncake" in ways else None,
+        )
         self._news: deque[tuple[TransferNews, list[tuple[int, int]]]] = deque()
-        self._orders: deque[TransferOrder | None] = deque()
+        self._inbox: deque[TransferOrder | _Job | None] = deque()
         self._outgoing: dict[bytes, Outgoing] = {}
         self._incoming: dict[bytes, Incoming] = {}
         self._used: OrderedDict[bytes, type[TransferOrder]] = OrderedDict()
         self._watched: dict[Channel, int] = {}  # → what the selector waits for; oldest first
         self._ends_at: float | None = None  # once it closes
         self._close_s = 0.0
-        self._site = Site(memory, layout, ways, clock, self._tell, self._watch, self._part)
-        self._selector = selectors.DefaultSelector()
-        self._bell, self._ringer = socket.socketpair()
-        self._bell.setblocking(False)
-        self._ringer.setblocking(False)
-        self._selector.register(self._bell, selectors.EVENT_READ)
         self._listener = None if listen is None else _listen(listen)
+        self._bell, self._ringer = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        for waited in (self._bell, self._listener):
+            if waited is not None:
+                waited.setblocking(False)
+                self._selector.register(waited, selectors.EVENT_READ)
+        self._ringer.setblocking(False)
         self.address = ""
         if self._listener is not None:
             host, port = self._listener.getsockname()[:2]
             self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            self._listener.setblocking(False)
-            self._selector.register(self._listener, selectors.EVENT_READ)
         self._mover = threading.Thread(target=self._run, name="transfer-mover", daemon=True)
         self._mover.start()
 
     def give(self, orders: Iterable[TransferOrder]) -> None:
-        self._orders.extend(orders)
+        self._inbox.extend(orders)
         self._ring()
 
     def take(self) -> list[TransferNews]:
@@ -111,7 +126,7 @@ class TransferMover:
     def close(self, within_s: float) -> None:
         """Withdraw what is under way and end the thread; what has no answer by then is cut."""
         self._close_s = within_s
-        self._orders.append(None)
+        self._inbox.append(None)
         self._ring()
         self._mover.join(within_s + 1.0)
 
@@ -133,8 +148,8 @@ class TransferMover:
                     self._accept(self._listener)
                 else:
                     self._serve(key.data, events)
-            while self._orders:
-                self._take_in(self._orders.popleft())
+            while self._inbox:
+                self._take_in(self._inbox.popleft())
             now = self._clock()
             if now - ticked_at >= TICK_S:
                 ticked_at = now
@@ -155,8 +170,14 @@ class TransferMover:
                 left.close()
         self._selector.close()
 
-    def _take_in(self, order: TransferOrder | None) -> None:
+    def _call(self, leg: Leg, act: Callable[[], None]) -> None:
+        self._inbox.append((leg, act))
+        self._ring()
+
+    def _take_in(self, order: TransferOrder | _Job | None) -> None:
         match order:
+            case (leg, act):
+                self._act(leg, act)
             case None:
                 self._ends_at = self._clock() + self._close_s
                 for leg in (*self._outgoing.values(), *self._incoming.values()):
@@ -165,7 +186,7 @@ class TransferMover:
                 if self._is_new(order):
                     outgoing = Outgoing(self._site, order)
                     self._outgoing[order.transfer_id] = outgoing
-                    self._try(outgoing, outgoing.dial)
+                    self._act(outgoing, outgoing.dial)
             case Expect():
                 if self._is_new(order):
                     self._incoming[order.transfer_id] = Incoming(self._site, order)
@@ -174,8 +195,8 @@ class TransferMover:
                 if expected is not None:
                     expected.deadline = order.deadline
                     self._feed(expected, Event.IMPORT, order)
-                elif self._used.pop(order.transfer_id, None) is Expect:
-                    self._used[order.transfer_id] = Import  # the end is in the news by now
+                elif self._used.get(order.transfer_id) is Expect:
+                    self._used[order.transfer_id] = Import  # its end is in the news by now
                 elif self._is_new(order):
                     self._incoming[order.transfer_id] = Incoming(self._site, order)
             case Send():
@@ -243,14 +264,15 @@ class TransferMover:
 
     def _feed(self, leg: Leg | None, event: Event, order: TransferOrder) -> None:
         """None: it has ended, and that is told."""
-        if leg is None:
-            return
+        if leg is not None:
+            self._act(leg, lambda: leg.feed(event, order))
 
-        def act() -> None:
-            leg.feed(event, order)
+    def _act(self, leg: Leg, act: Callable[[], None]) -> None:
+        def act_and_flush() -> None:
+            act()
             leg.flush(self._clock())
 
-        self._try(leg, act)
+        self._try(leg, act_and_flush)
         if leg.channel is not None:
             self._rearm(leg.channel)
 
@@ -300,6 +322,10 @@ class TransferMover:
             del self._watched[channel]
             self._selector.unregister(channel.socket)
             channel.close()
+
+
+def _host_of(listen: tuple[str, int] | None) -> str:
+    return "127.0.0.1" if listen is None else listen[0]
 
 
 def _listen(address: tuple[str, int]) -> socket.socket:

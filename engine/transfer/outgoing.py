@@ -5,11 +5,12 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from collections import deque
+from dataclasses import dataclass
 
 import msgspec
 
 from engine.schedule.transfer_orders import Export
-from engine.store.page_codec import copy_bytes
 from engine.store.quantise import convert
 from engine.transfer.channel import Broken, Channel
 from engine.transfer.forms import form_of, misfit, travels_as
@@ -23,19 +24,25 @@ from engine.transfer.messages import (
     Hello,
     Message,
     Pages,
-    Segment,
-    Staging,
     Unknown,
     decode_greeting,
     encode,
 )
+from engine.transfer.rooms import PeerRoom, reach_room
 from engine.transfer.seal import Session, page_digest
-from engine.transfer.segment import PeerSegment
 from engine.transfer.sender import Granted, Sender
 from engine.transfer.states import Event, State
 
 RETRY_S = 2.0  # until the peer knows the id: it may hear of the transfer a little later than we
 PAUSE_S = (0.01, 0.2)  # before the second try, and the longest one
+
+
+@dataclass(eq=False, slots=True)
+class _Unsaid:
+    """A message that waits for pages to be in the peer's room, or for others that do."""
+
+    body: bytes
+    is_due: bool = False
 
 
 class Outgoing(Leg):
@@ -46,7 +53,8 @@ class Outgoing(Leg):
         super().__init__(site, sender, secret=order.secret, deadline=order.deadline)
         self._peer = order.peer
         self._nonce = b""
-        self._room: PeerSegment | None = None
+        self._room: PeerRoom | None = None
+        self._unsaid: deque[_Unsaid] = deque()
         self._give_up_at = site.clock() + RETRY_S
         self._pause_s = PAUSE_S[0]
         self._dial_at: float | None = None
@@ -123,25 +131,23 @@ class Outgoing(Leg):
 
     def take(self, message: Message) -> None:
         if isinstance(message, Accept) and self.machine.state is State.OFFERING:
-            self._room = self._open(message)
+            self._room = self._reach(message)
             slots = 0 if self._room is None else self._room.slots
             self.feed(Event.ACCEPT, Granted(message, slots))
         else:
             super().take(message)
 
-    def _open(self, accept: Accept) -> PeerSegment | None:
-        """The room that the peer made, if it is within reach."""
-        if accept.room is None or misfit(form_of(self.site.layout), accept.form):
-            return None
+    def _reach(self, accept: Accept) -> PeerRoom | None:
+        if misfit(form_of(self.site.layout), accept.form):
+            return None  # as the machine will find
         slot_bytes = travels_as(self.site.layout, accept.form.layout).page_bytes
-        match accept.room:
-            case Segment():
-                try:
-                    return PeerSegment(accept.room, slot_bytes)
-                except OSError:  # another machine, user or namespace
-                    return None
-            case Staging():
-                return None
+        site = self.site
+        return reach_room(
+            accept.room,
+            site.engine,
+            slot_bytes=slot_bytes,
+            call=lambda act: site.call(self, act),
+        )
 
     def carry_out(self, effect: Effect) -> None:
         match effect:
@@ -156,27 +162,54 @@ class Outgoing(Leg):
         assert self.channel is not None
         memory, room = self.site.memory, self._room
         views = memory.outgoing(push.page_ids)
-        pages: list[memoryview] = list(map(self._converted, views))
-        if room is None:
-            digests = tuple(map(page_digest, pages))
-        else:
-            digests = tuple(map(room.digest, pages))
-            for slot, page in zip(push.slots, pages, strict=True):
-                copy_bytes(page, room.slot(slot))
+        pages = [*map(self._converted, views)]
+        digest = page_digest if room is None else room.digest
+        body = encode(Pages(push.first, tuple(map(digest, pages)), push.slots))
         # Read, and then looked at: a page that was given to another meanwhile is not sent.
         if [*map(memory.generation, push.page_ids)] != list(push.generations):
             memory.free(views)
             raise Unsound(
                 "transfer_corrupt",
-                f"pages from {push.first} on: found other generations than they were given with",
+                f"pages from {push.first} on: found given to others, allowed as they were given",
             )
-        body = encode(Pages(push.first, digests, push.slots))
         if room is None:
             self.channel.say(body, pages, lambda: memory.free(views))
-        else:
-            memory.free(views)
-            self.channel.say(body)
-        self.channel.send(self.site.clock())  # it travels while the next run is made ready
+            self.channel.send(self.site.clock())  # it travels while the next run is made ready
+            return
+        unsaid = _Unsaid(body)
+        self._unsaid.append(unsaid)
+        room.put(push.slots, pages, lambda is_there: self._put(unsaid, is_there))
+        memory.free(views)
+
+    def _put(self, unsaid: _Unsaid, is_there: bool) -> None:
+        """Pages are in the peer's room, or will never be."""
+        if unsaid not in self._unsaid:
+            return  # it has ended meanwhile
+        unsaid.is_due = True
+        if not is_there:
+            self._unsaid.remove(unsaid)
+            self.feed(Event.FAULTY, Fault("transfer_lost", "room: found the peer's out of reach"))
+        self._say_due()
+
+    def say(self, message: Message) -> None:
+        self._unsaid.append(_Unsaid(encode(message), is_due=True))
+        self._say_due()
+
+    def _say_due(self) -> None:
+        """All in the order in which it was said, and Pages not before the pages."""
+        while self._unsaid and self._unsaid[0].is_due and self.channel is not None:
+            self.channel.say(self._unsaid.popleft().body)
+
+    @property
+    def has_more(self) -> bool:
+        return bool(self._unsaid) or super().has_more
+
+    def hang_up(self) -> None:
+        super().hang_up()
+        self._unsaid.clear()
+        if self._room is not None:
+            self._room.close()
+            self._room = None
 
     def _converted(self, page: memoryview) -> memoryview:
         sent, travels = self.site.layout, self.machine.travels

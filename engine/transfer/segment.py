@@ -11,19 +11,16 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from collections.abc import Callable, Sequence
 
-from engine.store.page_codec import Bytes, payload_checksum
-from engine.transfer.messages import MAX_RUN, NONCE_BYTES, Segment
-
-SEGMENT_BYTES = 8 << 20
-LEAST_SLOTS = 2
+from engine.store.page_codec import Bytes, copy_bytes, payload_checksum
+from engine.transfer.messages import NONCE_BYTES, Segment
 
 
 class OwnSegment:
     """The receiver's. Raises OSError where the machine has no memory for it."""
 
-    def __init__(self, slot_bytes: int, num_pages: int) -> None:
-        slots = min(MAX_RUN, max(1, num_pages), max(LEAST_SLOTS, SEGMENT_BYTES // slot_bytes))
+    def __init__(self, *, slots: int, slot_bytes: int) -> None:
         nonce = os.urandom(NONCE_BYTES)
         name = f"kagari-{os.urandom(8).hex()}"
         self.num_bytes = slots * slot_bytes + NONCE_BYTES
@@ -40,15 +37,12 @@ class OwnSegment:
         self.told = Segment(os.getpid(), self._fd, name, nonce, slots, slot_bytes)
 
     def slot(self, at: int) -> memoryview:
-        """Raises IndexError on one that there is not."""
-        if at >= self.told.slots:
-            raise IndexError(f"slot: found {at}, allowed 0 to {self.told.slots - 1}")
         return self._view[at * self._slot_bytes : (at + 1) * self._slot_bytes]
 
     def digest(self, page: Bytes) -> bytes:
         return payload_checksum(page)
 
-    def close(self) -> None:
+    def close(self, *, is_drained: bool) -> None:
         """The memory goes with the last view of it."""
         os.close(self._fd)
 
@@ -74,8 +68,16 @@ class PeerSegment:
         self.slots = told.slots
         self._slot_bytes = slot_bytes
 
-    def slot(self, at: int) -> memoryview:
-        return self._view[at * self._slot_bytes : (at + 1) * self._slot_bytes]
-
     def digest(self, page: Bytes) -> bytes:
         return payload_checksum(page)
+
+    def put(
+        self, slots: Sequence[int], pages: Sequence[memoryview], then: Callable[[bool], None]
+    ) -> None:
+        for slot, page in zip(slots, pages, strict=True):
+            at = slot * self._slot_bytes
+            copy_bytes(page, self._view[at : at + self._slot_bytes])
+        then(True)
+
+    def close(self) -> None:
+        """The memory goes with the last view of it."""

@@ -145,9 +145,14 @@ RECEIVER: Table = {
     State.EXPECTED: {
         Event.OFFER: Rule(State.OFFERED, Act.EXPECT),
         Event.IMPORT: Rule(State.PREPARED, Act.PREPARE),
+        Event.FAULTY: _FAIL,  # of the offer that came
         **_ALONE,
     },
-    State.PREPARED: {Event.OFFER: Rule(State.RECEIVING, Act.ACCEPT), **_ALONE},
+    State.PREPARED: {
+        Event.OFFER: Rule(State.RECEIVING, Act.ACCEPT),
+        Event.FAULTY: _FAIL,
+        **_ALONE,
+    },
     State.OFFERED: {Event.IMPORT: Rule(State.RECEIVING, Act.ACCEPT), **_CONNECTED},
     State.RECEIVING: {
         Event.PAGES: Rule(State.RECEIVING, Act.RECEIVE),

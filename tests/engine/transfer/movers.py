@@ -14,8 +14,8 @@ from engine.schedule.transfer_orders import (
     Acked,
     Arrived,
     Export,
-    Handover,
     HandOver,
+    Handover,
     Import,
     Send,
     TransferFailed,
@@ -175,8 +175,8 @@ class Split:
 
     def wait_quiet(self, *sides: Side, within_s: float = PATIENCE_S) -> None:
         """Each side tells it once, as its last word; then no view is out."""
+        quiet = TransferQuiet(self.id)
         for side in sides or (self.sender, self.receiver):
-            quiet = TransferQuiet(self.id)
             until(lambda side=side: quiet in side.of(self.id), within_s)  # type: ignore[misc]
             told = side.of(self.id)
             assert told.count(quiet) == 1
