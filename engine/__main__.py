@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, get_args
 import msgspec
 
 from engine import config as settings
-from engine.config import ConfigError, EngineConfig, ModelSpec, ScheduleConfig
+from engine.config import ConfigError, EngineConfig, ModelSpec, ScheduleConfig, read_peer_port
 from engine.cores import own_cores
 from engine.engine import Engine
 from engine.framing import AGENT_CHANNEL
@@ -32,6 +32,7 @@ from policies.contract.page_keys import interchangeable_id
 
 if TYPE_CHECKING:
     from engine.execute.runner import ModelRunner
+    from engine.transfer.mover import TransferMover
 
 # OpenMP threads that wait spin this many rounds before they sleep. Measured in docs/decisions.md:
 # endless spinning starves neighbours on shared cores, sleeping at once halves decode.
@@ -58,7 +59,9 @@ class Loaded:
     kv_precision: str
     prefill_tokens_per_s: float | None  # None: not measured
     page_bytes: int = 0
-    open_tiers: Callable[[], OpenTiers] | None = None  # None: its pages have no bytes to keep
+    # None: its pages have no bytes to keep, or to send.
+    open_tiers: Callable[[], OpenTiers] | None = None
+    open_mover: Callable[[tuple[str, int], Callable[[], None]], TransferMover] | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,9 +83,12 @@ def serve(config: EngineConfig, sock: socket.socket) -> int:
     except (ConfigError, CannotLoad) as error:
         sys.stderr.write(f"engine: {error}\n")
         return EXIT_CANNOT_LOAD
-    schedule = _schedule_config(config, loaded.context_tokens, loaded.prefill_tokens_per_s)
+    schedule = _schedule_config(
+        config, loaded.context_tokens, loaded.vocab_size, loaded.prefill_tokens_per_s
+    )
     try:
         tiers = _open_tiers(config, loaded)
+        mover = _open_mover(config, loaded, connection.wake)
     except ConfigError as error:
         sys.stderr.write(f"engine: {error}\n")
         return EXIT_BAD_CONFIG
@@ -110,6 +116,7 @@ def serve(config: EngineConfig, sock: socket.socket) -> int:
         page_bytes=loaded.page_bytes,
         tier_pages=tuple((tier.name, tier.capacity_pages) for tier in schedule.tiers),
         host_arena="" if tiers is None else tiers.host_arena,
+        peer="" if mover is None else mover.address,
     )
     scheduler = Scheduler(schedule)
     if tiers is not None:
@@ -129,6 +136,7 @@ def serve(config: EngineConfig, sock: socket.socket) -> int:
         overlap=config.overlap == "on",
         store=None if tiers is None else tiers.store,
         lost_tiers=() if tiers is None else tiers.lost,
+        mover=mover,
     )
     up = wire.EngineUp(info, time.monotonic() - started_at)
     connection.send([(AGENT_CHANNEL, wire.encode(up))])
@@ -142,6 +150,22 @@ def _open_tiers(config: EngineConfig, loaded: Loaded) -> OpenTiers | None:
         sys.stderr.write("engine: --script computes no pages, so there are no slower tiers\n")
         return None
     return loaded.open_tiers()
+
+
+def _open_mover(
+    config: EngineConfig, loaded: Loaded, wake: Callable[[], None]
+) -> TransferMover | None:
+    if config.peer_port is None or loaded.open_mover is None:
+        return None
+    try:
+        return loaded.open_mover((config.peer_host, config.peer_port), wake)
+    except OSError as error:
+        raise ConfigError(
+            "--peer-host, --peer-port",
+            found=f"{config.peer_host} port {config.peer_port} ({error})",
+            allowed="an address of this machine, and a port that is free there",
+            remedy="name another, or --peer-port none to take no part in splits",
+        ) from error
 
 
 def read_config(options: argparse.Namespace) -> EngineConfig:
@@ -174,11 +198,16 @@ def read_config(options: argparse.Namespace) -> EngineConfig:
         kv_disk_mb=options.kv_disk_mb,
         kv_disk_dir=options.kv_disk_dir,
         cluster_store=options.cluster_store,
+        peer_host=options.peer_host,
+        peer_port=read_peer_port(options.peer_port),
     )
 
 
 def _schedule_config(
-    config: EngineConfig, context_tokens: int, prefill_tokens_per_s: float | None
+    config: EngineConfig,
+    context_tokens: int,
+    vocab_size: int,
+    prefill_tokens_per_s: float | None = None,
 ) -> ScheduleConfig:
     """The context that is announced is the one that is kept: no longer than the pool."""
     limits = [context_tokens, config.num_pages * config.spec.page_size]
@@ -188,6 +217,7 @@ def _schedule_config(
         num_pages=config.num_pages,
         page_size=config.spec.page_size,
         context_tokens=min(limits),
+        vocab_size=vocab_size,
         step_tokens=config.step_tokens,
         max_running=config.max_running,
     )
@@ -244,7 +274,7 @@ def _load_model(config: EngineConfig) -> Loaded:
         sys.stderr.write(f"engine: torch computes every op, which is slower: {why_torch}\n")
     _report_pages(runner)
     _report_progress("measure", 0.0)
-    schedule = _schedule_config(config, runner.context_tokens, None)
+    schedule = _schedule_config(config, runner.context_tokens, runner.vocab_size)
     is_cpu = module.choose_device(config.device).type == "cpu"
     clock = work_clock(threads) if is_cpu else time.monotonic
     rate = measure_prefill(runner, schedule, clock)
@@ -265,6 +295,11 @@ def _load_model(config: EngineConfig) -> Loaded:
             module.page_memory(runner.arena),
             weights_digest=runner.weights_digest,
             progress=_report_progress,
+        ),
+        open_mover=lambda listen, wake: importlib.import_module(
+            "engine.transfer.mover"
+        ).TransferMover(
+            module.page_memory(runner.arena), runner.arena.layout, listen=listen, wake=wake
         ),
     )
 
@@ -338,6 +373,12 @@ def _parser() -> argparse.ArgumentParser:
     flags.add_argument("--kv-disk-mb", type=int, default=0, help="disk tier; 0: none")
     flags.add_argument("--kv-disk-dir", help="the disk tier's folder, this engine's alone")
     flags.add_argument("--cluster-store", metavar="URL", help="pages shared by a cluster")
+    flags.add_argument(
+        "--peer-host", default="127.0.0.1", metavar="ADDR", help="where other engines bring pages"
+    )
+    flags.add_argument(
+        "--peer-port", default="0", metavar="PORT", help="0: a free one; none: no part in splits"
+    )
     flags.add_argument("--script", help="answer from this JSON file instead of a model")
     flags.add_argument("--bundle", help="the tokenizer bundle that --script speaks in")
     return parser

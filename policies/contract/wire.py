@@ -165,6 +165,7 @@ class EngineReport(Struct, frozen=True, array_like=True):
     tiers: tuple[TierReport, ...] = ()
     pages_pinned: int = 0
     integrity_faults: int = 0
+    import_bytes_per_s: float = 0.0  # of pages that peers brought, measured; 0 until it was
 
 
 class PageStored(Struct, frozen=True, array_like=True, tag="stored"):
