@@ -35,7 +35,7 @@ WAYS = {
     SPLIT: ("--prefill", "1", "--decode", "1", "--split", "always"),
 }
 ASKED = {"chunk 512": 3.0, "chunk 256": 1.5}  # of time per token, p90
-COLD_SHARE = 0.5  # of one engine's time: cold prompts alone
+COLD_SHARE = 0.6  # of one engine's time: cold prompts alone
 MOST_LOAD = 2.0
 SLO_LOAD = "slo_load"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from benchmarks.children import children
 from gateway.demo.stack import Stack
 
 NUM_ENGINES = 2
@@ -27,7 +28,7 @@ def pin_engines(stack: Stack) -> list[int]:
         pid
         for name, agent in sorted(stack.ready["pids"].items())
         if name != "gateway"
-        for pid in _children(agent)
+        for pid in children(agent)
     ]
     if len(engines) != NUM_ENGINES or len(ENGINE_CORES) != NUM_ENGINES:
         raise RuntimeError(f"engines {engines} on cores {ENGINE_CORES}: {NUM_ENGINES} of each")
@@ -35,10 +36,6 @@ def pin_engines(stack: Stack) -> list[int]:
         for thread in Path(f"/proc/{pid}/task").iterdir():
             os.sched_setaffinity(int(thread.name), {core})
     return engines
-
-
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def told() -> str:

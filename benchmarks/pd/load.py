@@ -1,8 +1,9 @@
 """The load of coding agents: sessions that grow by turns, and long cold prompts among them.
 
 An agent waits for an answer, runs a tool for some seconds, and resends everything with what the
-tool returned; an answer is as long as a tool call. Cold prompts, each of a new session, come by the
-clock, whatever becomes of those before. The seed gives every text, length, pause and arrival.
+tool returned; an answer is as long as a tool call. Cold prompts come by the clock, whatever becomes
+of those before, as those of agents that hand work to others: some at once, of one length, each of a
+new session. The seed gives every text, length, pause and arrival.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ PATIENCE_S = 300.0  # of one answer
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Ranges are (least, most), drawn evenly. cold_per_s: 1 ÷ the mean of ½ to 1½ times as long."""
+    """Ranges are (least, most), drawn evenly; they come ½ to 1½ of their mean gap apart."""
 
     agents: int = 12
     opening_tokens: int = 400
     result_tokens: tuple[int, int] = (60, 160)
     tool_s: tuple[float, float] = (6.0, 12.0)
-    cold_tokens: tuple[int, int] = (1500, 6000)
+    cold_tokens: tuple[int, int] = (1500, 5000)
+    hand_out: int = 2  # cold prompts at once
     answer_tokens: tuple[int, int] = (8, 16)
-    cold_per_s: float = 0.1
+    cold_per_s: float = 0.1  # on the mean
 
     def times(self, load: float) -> Shape:
         return replace(
@@ -43,9 +45,9 @@ class Shape:
     def __str__(self) -> str:
         return (
             f"{self.agents} agents that open with {self.opening_tokens} tokens, get "
-            f"{_range(self.result_tokens)} of a tool after {_range(self.tool_s)} s; a cold prompt "
-            f"of {_range(self.cold_tokens)} each {1 / self.cold_per_s:.1f} s; answers of "
-            f"{_range(self.answer_tokens)}"
+            f"{_range(self.result_tokens)} of a tool after {_range(self.tool_s)} s; "
+            f"{self.hand_out} cold prompts of {_range(self.cold_tokens)} each "
+            f"{self.hand_out / self.cold_per_s:.1f} s; answers of {_range(self.answer_tokens)}"
         )
 
 
@@ -129,9 +131,11 @@ def play(stack: Stack, shape: Shape, *, seed: int, seconds: float) -> list[Answe
 def cold_arrivals(shape: Shape, *, seed: int, seconds: float) -> Iterator[tuple[float, int]]:
     """(seconds after the begin, words) of each cold prompt."""
     chance = random.Random(f"{seed} cold")
-    at_s = 0.0
-    while (at_s := at_s + chance.uniform(0.5, 1.5) / shape.cold_per_s) < seconds:
-        yield at_s, chance.randint(*shape.cold_tokens) - FRAME_TOKENS
+    gap_s = shape.hand_out / shape.cold_per_s
+    at_s = -gap_s / 2
+    while (at_s := at_s + chance.uniform(0.5, 1.5) * gap_s) < seconds:
+        num_words = chance.randint(*shape.cold_tokens) - FRAME_TOKENS
+        yield from [(at_s, num_words)] * shape.hand_out
 
 
 def prefill_rate(stack: Stack, shape: Shape) -> float:

@@ -25,7 +25,7 @@ RUNNING_TOKENS = 8  # of each stream, when the prompt lands
 STREAM_WORDS = 60
 SPARK_CHARS = 40
 SPARKS = "▁▂▃▄▅▆▇█"
-LEAST_MS = 8  # of the lowest spark; each next one is twice as much
+LEAST_MS = 16  # of the lowest spark; each next one is twice as much
 
 
 @dataclass(frozen=True, slots=True)
