@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -32,6 +33,8 @@ from policies.contract.page_keys import interchangeable_id
 
 if TYPE_CHECKING:
     from engine.execute.runner import ModelRunner
+    from engine.store.page_codec import PageLayout
+    from engine.store.tiered import PageMemory
     from engine.transfer.mover import TransferMover
 
 # OpenMP threads that wait spin this many rounds before they sleep. Measured in docs/decisions.md:
@@ -228,11 +231,13 @@ def _schedule_config(
 
 def _load_script(config: EngineConfig) -> Loaded:
     from engine.script import ScriptRunner
+    from engine.script_pages import ScriptPages
 
     assert config.script is not None
     bundle = _read_bundle(config)
+    pages = ScriptPages(config.num_pages, config.spec.page_size)
     return Loaded(
-        runner=ScriptRunner.load(config.script, bundle),
+        runner=ScriptRunner.load(config.script, bundle, pages),
         context_tokens=bundle.context_tokens,
         vocab_size=bundle.vocab_size,
         layout_id="script",
@@ -240,6 +245,7 @@ def _load_script(config: EngineConfig) -> Loaded:
         weights_precision="script",
         kv_precision="script",
         prefill_tokens_per_s=None,
+        open_mover=partial(_move_pages, pages, pages.layout),
     )
 
 
@@ -296,12 +302,18 @@ def _load_model(config: EngineConfig) -> Loaded:
             weights_digest=runner.weights_digest,
             progress=_report_progress,
         ),
-        open_mover=lambda listen, wake: importlib.import_module(
-            "engine.transfer.mover"
-        ).TransferMover(
-            module.page_memory(runner.arena), runner.arena.layout, listen=listen, wake=wake
+        open_mover=lambda listen, wake: _move_pages(
+            module.page_memory(runner.arena), runner.arena.layout, listen, wake
         ),
     )
+
+
+def _move_pages(
+    memory: PageMemory, layout: PageLayout, listen: tuple[str, int], wake: Callable[[], None]
+) -> TransferMover:
+    from engine.transfer.mover import TransferMover
+
+    return TransferMover(memory, layout, listen=listen, wake=wake)
 
 
 def _read_bundle(config: EngineConfig) -> Bundle:

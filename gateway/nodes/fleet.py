@@ -281,6 +281,7 @@ class Fleet:
                     node=flow.tries[-1].node_id,
                     prefill_node=flow.tries[-1].prefill_node,
                     code=code,
+                    why=message[:200],
                 )
                 return
         self._fail(flow, code, message)
