@@ -50,3 +50,8 @@ def busy_s() -> float:
         return 0.0
     fields = [int(field) for field in stat.read_text().split("\n", 1)[0].split()[1:]]
     return (sum(fields[:3]) + sum(fields[5:8])) / os.sysconf("SC_CLK_TCK")
+
+
+def children(pid: int) -> list[int]:
+    """Processes that its main thread started and that are there."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 import msgspec
 
 from engine import config as settings
-from engine.config import ConfigError, EngineConfig, ModelSpec, ScheduleConfig
+from engine.config import ConfigError, EngineConfig, ModelSpec, ScheduleConfig, read_peer_port
 from engine.cores import own_cores
 from engine.engine import Engine
 from engine.framing import AGENT_CHANNEL
@@ -33,6 +34,9 @@ from policies.contract.page_keys import interchangeable_id
 
 if TYPE_CHECKING:
     from engine.execute.runner import ModelRunner
+    from engine.store.page_codec import PageLayout
+    from engine.store.tiered import PageMemory
+    from engine.transfer.mover import TransferMover
 
 # OpenMP threads that wait spin this many rounds before they sleep. Measured in docs/decisions.md:
 # endless spinning starves neighbours on shared cores, sleeping at once halves decode.
@@ -60,7 +64,9 @@ class Loaded:
     prefill_tokens_per_s: float | None  # None: not measured
     page_bytes: int = 0
     page_kind: str = ""
-    open_tiers: Callable[[], OpenTiers] | None = None  # None: its pages have no bytes to keep
+    # None: its pages have no bytes to keep, or to send.
+    open_tiers: Callable[[], OpenTiers] | None = None
+    open_mover: Callable[[tuple[str, int], Callable[[], None]], TransferMover] | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,9 +88,12 @@ def serve(config: EngineConfig, sock: socket.socket) -> int:
     except (ConfigError, CannotLoad) as error:
         sys.stderr.write(f"engine: {error}\n")
         return EXIT_CANNOT_LOAD
-    schedule = _schedule_config(config, loaded.context_tokens, loaded.prefill_tokens_per_s)
+    schedule = _schedule_config(
+        config, loaded.context_tokens, loaded.vocab_size, loaded.prefill_tokens_per_s
+    )
     try:
         tiers = _open_tiers(config, loaded)
+        mover = _open_mover(config, loaded, connection.wake)
     except ConfigError as error:
         sys.stderr.write(f"engine: {error}\n")
         return EXIT_BAD_CONFIG
@@ -113,6 +122,7 @@ def serve(config: EngineConfig, sock: socket.socket) -> int:
         tier_pages=tuple((tier.name, tier.capacity_pages) for tier in schedule.tiers),
         host_arena="" if tiers is None else tiers.host_arena,
         page_kind=loaded.page_kind,
+        peer="" if mover is None else mover.address,
     )
     scheduler = Scheduler(schedule)
     if tiers is not None:
@@ -132,6 +142,7 @@ def serve(config: EngineConfig, sock: socket.socket) -> int:
         overlap=config.overlap == "on",
         store=None if tiers is None else tiers.store,
         lost_tiers=() if tiers is None else tiers.lost,
+        mover=mover,
     )
     up = wire.EngineUp(info, time.monotonic() - started_at)
     connection.send([(AGENT_CHANNEL, wire.encode(up))])
@@ -145,6 +156,22 @@ def _open_tiers(config: EngineConfig, loaded: Loaded) -> OpenTiers | None:
         sys.stderr.write("engine: --script computes no pages, so there are no slower tiers\n")
         return None
     return loaded.open_tiers()
+
+
+def _open_mover(
+    config: EngineConfig, loaded: Loaded, wake: Callable[[], None]
+) -> TransferMover | None:
+    if config.peer_port is None or loaded.open_mover is None:
+        return None
+    try:
+        return loaded.open_mover((config.peer_host, config.peer_port), wake)
+    except OSError as error:
+        raise ConfigError(
+            "--peer-host, --peer-port",
+            found=f"{config.peer_host} port {config.peer_port} ({error})",
+            allowed="an address of this machine, and a port that is free there",
+            remedy="name another, or --peer-port none to take no part in splits",
+        ) from error
 
 
 def read_config(options: argparse.Namespace) -> EngineConfig:
@@ -177,11 +204,16 @@ def read_config(options: argparse.Namespace) -> EngineConfig:
         kv_disk_mb=options.kv_disk_mb,
         kv_disk_dir=options.kv_disk_dir,
         cluster_store=options.cluster_store,
+        peer_host=options.peer_host,
+        peer_port=read_peer_port(options.peer_port),
     )
 
 
 def _schedule_config(
-    config: EngineConfig, context_tokens: int, prefill_tokens_per_s: float | None
+    config: EngineConfig,
+    context_tokens: int,
+    vocab_size: int,
+    prefill_tokens_per_s: float | None = None,
 ) -> ScheduleConfig:
     """The context that is announced is the one that is kept: no longer than the pool."""
     limits = [context_tokens, config.num_pages * config.spec.page_size]
@@ -191,6 +223,7 @@ def _schedule_config(
         num_pages=config.num_pages,
         page_size=config.spec.page_size,
         context_tokens=min(limits),
+        vocab_size=vocab_size,
         step_tokens=config.step_tokens,
         max_running=config.max_running,
     )
@@ -201,11 +234,13 @@ def _schedule_config(
 
 def _load_script(config: EngineConfig) -> Loaded:
     from engine.script import ScriptRunner
+    from engine.script_pages import ScriptPages
 
     assert config.script is not None
     bundle = _read_bundle(config)
+    pages = ScriptPages(config.num_pages, config.spec.page_size)
     return Loaded(
-        runner=ScriptRunner.load(config.script, bundle),
+        runner=ScriptRunner.load(config.script, bundle, pages),
         context_tokens=bundle.context_tokens,
         vocab_size=bundle.vocab_size,
         layout_id="script",
@@ -213,6 +248,7 @@ def _load_script(config: EngineConfig) -> Loaded:
         weights_precision="script",
         kv_precision="script",
         prefill_tokens_per_s=None,
+        open_mover=partial(_move_pages, pages, pages.layout),
     )
 
 
@@ -247,7 +283,7 @@ def _load_model(config: EngineConfig) -> Loaded:
         sys.stderr.write(f"engine: torch computes every op, which is slower: {why_torch}\n")
     _report_pages(runner)
     _report_progress("measure", 0.0)
-    schedule = _schedule_config(config, runner.context_tokens, None)
+    schedule = _schedule_config(config, runner.context_tokens, runner.vocab_size)
     is_cpu = module.choose_device(config.device).type == "cpu"
     clock = work_clock(threads) if is_cpu else time.monotonic
     rate = measure_prefill(runner, schedule, clock)
@@ -278,7 +314,18 @@ def _load_model(config: EngineConfig) -> Loaded:
             kind=kind,
             progress=_report_progress,
         ),
+        open_mover=lambda listen, wake: _move_pages(
+            module.page_memory(runner.arena), runner.arena.layout, listen, wake
+        ),
     )
+
+
+def _move_pages(
+    memory: PageMemory, layout: PageLayout, listen: tuple[str, int], wake: Callable[[], None]
+) -> TransferMover:
+    from engine.transfer.mover import TransferMover
+
+    return TransferMover(memory, layout, listen=listen, wake=wake)
 
 
 def _read_bundle(config: EngineConfig) -> Bundle:
@@ -350,6 +397,12 @@ def _parser() -> argparse.ArgumentParser:
     flags.add_argument("--kv-disk-mb", type=int, default=0, help="disk tier; 0: none")
     flags.add_argument("--kv-disk-dir", help="the disk tier's folder, this engine's alone")
     flags.add_argument("--cluster-store", metavar="URL", help="pages shared by a cluster")
+    flags.add_argument(
+        "--peer-host", default="127.0.0.1", metavar="ADDR", help="where other engines bring pages"
+    )
+    flags.add_argument(
+        "--peer-port", default="0", metavar="PORT", help="0: a free one; none: no part in splits"
+    )
     flags.add_argument("--script", help="answer from this JSON file instead of a model")
     flags.add_argument("--bundle", help="the tokenizer bundle that --script speaks in")
     return parser

@@ -25,7 +25,7 @@ class ConfigError(ValueError):
 
     def __init__(self, field: str, *, found: object, allowed: str, remedy: str) -> None:
         super().__init__(f"{field}: found {found}, allowed {allowed}; {remedy}")
-        self.field = field
+        self.field, self.found, self.allowed, self.remedy = field, found, allowed, remedy
 
 
 class RopeScaling(Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,6 +87,8 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     kv_disk_mb: int = 0
     kv_disk_dir: str | None = None
     cluster_store: str | None = None
+    peer_host: str = "127.0.0.1"  # where other engines bring pages
+    peer_port: int | None = 0  # 0: a free one; None: it takes no part in splits
 
     def __post_init__(self) -> None:
         if self.compute not in get_args(Compute):
@@ -149,6 +151,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                 allowed="a folder beside --kv-disk-mb",
                 remedy="pass --kv-disk-dir DIR, or leave out --kv-disk-mb",
             )
+        check_peer(self.peer_host, self.peer_port)
         check_batch(self.step_tokens, self.max_running)
 
     @property
@@ -171,6 +174,7 @@ class ScheduleConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     num_pages: int
     page_size: int
     context_tokens: int
+    vocab_size: int = 1 << 32  # token ids are below it
     step_tokens: int = DEFAULT_STEP_TOKENS
     max_running: int = DEFAULT_MAX_RUNNING
     max_waiting: int = DEFAULT_MAX_WAITING
@@ -187,6 +191,31 @@ class ScheduleConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 allowed="at least 1, 1 and 2",
                 remedy="raise --kv-device-tokens",
             )
+
+
+def read_peer_port(flag: str) -> int | None:
+    """The value of --peer-port. Raises ConfigError if it is none."""
+    if flag == "none":
+        return None
+    if flag.isascii() and flag.isdecimal() and int(flag) < 1 << 16:
+        return int(flag)
+    raise ConfigError(
+        "--peer-port",
+        found=flag,
+        allowed="a port, 0 for a free one, or none",
+        remedy="leave it out for a free one; none: the engine takes no part in splits",
+    )
+
+
+def check_peer(host: str, port: int | None) -> None:
+    """Raises ConfigError on an address that means every one, which no peer can connect to."""
+    if port is not None and host in ("", "0.0.0.0", "::", "*"):
+        raise ConfigError(
+            "--peer-host",
+            found=repr(host),
+            allowed="the one address of this machine that other nodes reach",
+            remedy="name it, or leave it out if all nodes are on this machine",
+        )
 
 
 def check_page_size(page_size: int) -> None:

@@ -1,7 +1,7 @@
 """The engine: messages in, steps of the scheduler and its runner, frames of tokens out.
 
     handle(channel, message)     Submit → sequences, one a lane; Abort, FinishLane, Pin, Purge …
-    step() → frames              tiers' news → expire → a step (stepper.py) → one Step a channel
+    step() → frames              movers' news → expire → a step (stepper.py) → one Step a channel
 
 Nothing here waits or does I/O: process.py brings the messages and carries the frames.
 """
@@ -34,6 +34,7 @@ from engine.schedule.events import (
 from engine.schedule.plan import Runner
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import NewSequence
+from engine.schedule.transfer_orders import Mover
 from engine.stepper import Stepper
 from engine.store.tiered import TieredStore
 from engine.submit import check_pin, check_submit
@@ -44,7 +45,7 @@ Frame = tuple[int, bytes]  # (channel, encoded message)
 _REMEMBERED_SUBMITS = 8192
 _SEEDS = 1 << 63
 _CLOSE_POLL_S = 0.005
-_CLOSE_TIERS_S = 0.5  # then a tier that hangs is left behind
+_CLOSE_TIERS_S = 0.5  # then a tier or a peer that hangs is left behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +72,18 @@ class Engine:
         overlap: bool = False,
         store: TieredStore | None = None,
         lost_tiers: tuple[wire.Tier, ...] = (),
+        mover: Mover | None = None,
     ) -> None:
         """store: carries out what the scheduler orders of its slower tiers. lost_tiers: asked for,
-        but they could not be opened: reported as broken."""
+        but they could not be opened: reported as broken. mover: the same, of other engines; None:
+        it takes no part in splits."""
         self.info = info
         self.scheduler = scheduler
         self.advanced = False  # the last step() computed something
         self._runner = runner
-        self._stepper = Stepper(scheduler, runner, overlap=overlap, clock=clock)
+        self._stepper = Stepper(
+            scheduler, runner, overlap=overlap, clock=clock, planned=self._give_orders
+        )
         self._vocab_size = vocab_size
         self._clock = clock
         self._advanced_at = clock()
@@ -92,6 +97,7 @@ class Engine:
         self._records: list[wire.UsageRecord] = []
         self._store = store
         self._lost_tiers = lost_tiers
+        self._mover = mover
         self._pins = Pins(scheduler, info, begin=runner.begin, end=runner.end)
         self._purges = Purges(scheduler, info.engine)
 
@@ -141,8 +147,8 @@ class Engine:
         if len(self._submits) > _REMEMBERED_SUBMITS:
             self._submits.popitem(last=False)
         try:
-            checked: array[int] | SequenceRefused = check_submit(
-                submit, self._vocab_size, draining=self._draining
+            checked: tuple[array[int], wire.Transfer | None] | SequenceRefused = check_submit(
+                submit, self._vocab_size, draining=self._draining, moves=self._mover is not None
             )
         except SequenceRefused as refused:
             checked = refused
@@ -157,7 +163,7 @@ class Engine:
             try:
                 if isinstance(checked, SequenceRefused):
                     raise checked
-                new = self._new_sequence(submit, index, checked, leader, now)
+                new = self._new_sequence(submit, index, *checked, leader, now)
                 self.scheduler.submit(new, now)
             except SequenceRefused as refused:
                 self._refuse(stream, refused.code, refused.message)
@@ -175,7 +181,13 @@ class Engine:
             self._pins.refuse(channel, pin.pin_id, refused.code, refused.message)
 
     def _new_sequence(
-        self, submit: wire.Submit, index: int, prompt: array[int], leader: int | None, now: float
+        self,
+        submit: wire.Submit,
+        index: int,
+        prompt: array[int],
+        transfer: wire.Transfer | None,
+        leader: int | None,
+        now: float,
     ) -> NewSequence:
         root = page_keys.seed(
             identity=self.info.identity,
@@ -196,6 +208,8 @@ class Engine:
             leader,
             owner=page_keys.owner_tag(submit.salt),
             retention_s=submit.retention_s or 0.0,
+            role=submit.role,
+            transfer=transfer,
         )
 
     def _abort(self, channel: int, lane: int, now: float) -> None:
@@ -225,33 +239,40 @@ class Engine:
         return self._take_frames()
 
     def _move(self, now: float) -> None:
-        """Take what slower tiers did, and let them begin what was asked of them meanwhile."""
-        if self._store is None:
-            return
-        for news in self._store.take():
-            self.scheduler.tiers.take(news, now)
-            self._purges.take(news)
+        """Take what slower tiers and other engines did, and let them begin what was asked of them
+        meanwhile."""
+        if self._store is not None:
+            for news in self._store.take():
+                self.scheduler.tiers.take(news, now)
+                self._purges.take(news)
+        if self._mover is not None:
+            for told in self._mover.take():
+                self._route(self.scheduler.take(told, now))
         self._give_orders()
 
     def _give_orders(self) -> None:
-        if self._store is not None and self.scheduler.tiers.has_orders:
-            self._store.give(self.scheduler.tiers.take_orders())
+        scheduler = self.scheduler
+        if self._store is not None and scheduler.tiers.has_orders:
+            self._store.give(scheduler.tiers.take_orders())
+        if self._mover is not None and scheduler.transfers.has_orders:
+            self._mover.give(scheduler.transfers.take_orders())
 
     def close(self, within_s: float = 0.0) -> None:
         """Let the step under way come to its end, and what is in no lasting tier go into one, as
         far as there is time; call it last."""
         self._stepper.close()
-        if self._store is None:
-            return
         until = self._clock() + within_s
         self.scheduler.fail_all("draining", "engine: found its agent gone; it ends")
-        if within_s > 0:
+        if self._store is not None and within_s > 0:
             self.scheduler.tiers.demote(self._clock())
-            self._move(self._clock())
+        self._move(self._clock())
         while self.scheduler.tiers.is_demoting and self._clock() < until:
             time.sleep(_CLOSE_POLL_S)
             self._move(self._clock())
-        self._store.close(_CLOSE_TIERS_S)
+        if self._mover is not None:
+            self._mover.close(_CLOSE_TIERS_S)
+        if self._store is not None:
+            self._store.close(_CLOSE_TIERS_S)
 
     def fail(self, code: str, message: str) -> list[Frame]:
         """End every sequence with this error."""

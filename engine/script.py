@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 
 from engine.config import ConfigError
 from engine.schedule.plan import Row, StepPlan, StepResult
+from engine.script_pages import ScriptPages
 from policies.contract.bundle import Bundle
 from policies.contract.wire import TokenLogprob
 
@@ -106,7 +107,8 @@ def _certain(token: int, top: int) -> TokenLogprob:
 class ScriptRunner:
     """A Runner (engine/schedule/plan.py). What it says at a position depends on the prompt alone.
 
-    Raises ConfigError if the bundle has no stop token.
+    pages: whose tags it writes, if they go to other engines. Raises ConfigError if the bundle has
+    no stop token.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class ScriptRunner:
         rules: tuple[ScriptRule, ...],
         bundle: Bundle,
         *,
+        pages: ScriptPages | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         exit_process: Callable[[int], object] = os._exit,
@@ -127,6 +130,7 @@ class ScriptRunner:
             )
         self._tokenizer = Tokenizer.from_buffer(bundle.tokenizer_json)
         self._stop_id = bundle.stop_token_ids[0]
+        self._pages = pages
         self._clock = clock
         self._sleep = sleep
         self._exit = exit_process
@@ -135,7 +139,7 @@ class ScriptRunner:
         self._speakers: dict[int, _Speaker] = {}
 
     @classmethod
-    def load(cls, script: str, bundle: Bundle) -> ScriptRunner:
+    def load(cls, script: str, bundle: Bundle, pages: ScriptPages | None = None) -> ScriptRunner:
         """Read the script file. Raises ConfigError when it is absent or wrong."""
         try:
             data = Path(script).read_bytes()
@@ -143,7 +147,7 @@ class ScriptRunner:
             raise ConfigError(
                 "--script", found=str(error), allowed="a readable file", remedy="check the path"
             ) from error
-        return cls(read_script(data, name=script), bundle)
+        return cls(read_script(data, name=script), bundle, pages=pages)
 
     def begin(self, sequence_id: int, prompt: array[int]) -> None:
         """Choose the reply; token ids → the rendered prompt, special tokens included."""
@@ -159,6 +163,8 @@ class ScriptRunner:
 
         A row that samples but is not due gets None: it is planned again.
         """
+        if self._pages is not None:
+            self._pages.assign(plan.assigned)
         started_at = now = self._clock()
         due_at = [self._due_at(row, now) for row in plan.rows if row.samples]
         if len(due_at) == len(plan.rows):

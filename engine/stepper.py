@@ -26,7 +26,10 @@ class Stepper:
         *,
         overlap: bool,
         clock: Callable[[], float],
+        planned: Callable[[], None] = lambda: None,
     ) -> None:
+        """planned: called before a step is computed, for what its plan has ordered."""
+        self._planned = planned
         self._scheduler = scheduler
         self._runner = runner
         self._ahead: AheadRunner | None = None
@@ -50,6 +53,7 @@ class Stepper:
             plan = scheduler.plan(self._clock())
             if plan is None:
                 return None
+            self._planned()
             if ahead is None:
                 return scheduler.apply(self._runner.execute(plan), self._clock())
             ahead.launch(plan)

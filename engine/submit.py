@@ -6,32 +6,86 @@ import math
 from array import array
 from collections.abc import Iterator
 
+import msgspec
+
 from engine.schedule.events import SequenceRefused
 from policies.contract.page_keys import ID_BYTES, SALT_BYTES
-from policies.contract.wire import LARGEST_PENALTY, MAX_LANES, Pin, Sampling, Submit, unpack_ids
+from policies.contract.wire import (
+    LARGEST_PENALTY,
+    MAX_LANES,
+    Pin,
+    Sampling,
+    Submit,
+    Transfer,
+    decode_transfer,
+    unpack_ids,
+)
 
 MAX_TOP_LOGPROBS = 64
+TRANSFER_ID_BYTES = 16
+TRANSFER_SECRET_BYTES = 32
 
 
-def check_submit(submit: Submit, vocab_size: int, *, draining: bool) -> array[int]:
-    """The prompt's token ids. Raises SequenceRefused with a code from docs/errors.md."""
+def check_submit(
+    submit: Submit, vocab_size: int, *, draining: bool, moves: bool
+) -> tuple[array[int], Transfer | None]:
+    """The prompt's token ids, and how it is split. moves: pages can go to other engines, and come.
+    Raises SequenceRefused with a code from docs/errors.md."""
     if draining:
         raise SequenceRefused(
             "draining", "engine: found draining, allowed ready; send the request to another node"
         )
     for fault in _faults(submit, submit.sampling, vocab_size):
         raise SequenceRefused("invalid_submit", fault)
-    for field, found, allowed in (
-        ("role", submit.role, "mixed"),
-        ("grammar", submit.grammar, None),
-        ("transfer", submit.transfer, None),
-    ):
-        if found != allowed:
-            raise SequenceRefused(
-                "unsupported",
-                f"{field}: found {found!r}, allowed {allowed!r}; this engine cannot do it yet",
-            )
-    return _check_prompt(submit.prompt, submit.salt, vocab_size)
+    if submit.grammar is not None:
+        raise SequenceRefused(
+            "unsupported",
+            f"grammar: found {submit.grammar!r}, allowed None; this engine cannot do it yet",
+        )
+    prompt = _check_prompt(submit.prompt, submit.salt, vocab_size)
+    return prompt, _check_transfer(submit, moves=moves)
+
+
+def _check_transfer(submit: Submit, *, moves: bool) -> Transfer | None:
+    if submit.role == "mixed" and submit.transfer is None:
+        return None
+    try:
+        transfer = decode_transfer(submit.transfer or b"")
+    except msgspec.MsgspecError as error:
+        raise SequenceRefused(
+            "invalid_submit",
+            f"transfer: found {error}, allowed an encoded Transfer beside role {submit.role}; send "
+            "it so",
+        ) from error
+    for fault in _split_faults(submit, transfer):
+        raise SequenceRefused("invalid_submit", fault)
+    if not moves:
+        raise SequenceRefused(
+            "transfer_refused",
+            f"role: found {submit.role}, allowed mixed on an engine that takes no part in "
+            "transfers; start it without --peer-port none",
+        )
+    return transfer
+
+
+def _split_faults(submit: Submit, transfer: Transfer) -> Iterator[str]:
+    """What no split can mean."""
+    if submit.role == "mixed":
+        yield "transfer: found one with role mixed, allowed with prefill or decode; leave it out"
+    if len(submit.lanes) != 1:
+        yield f"lanes: found {len(submit.lanes)}, allowed 1 of a split; send it with role mixed"
+    connects = submit.role == "prefill" or transfer.return_id
+    if connects and not transfer.peer.rpartition(":")[2].isdecimal():
+        yield f"peer: found {transfer.peer!r}, allowed HOST:PORT; send the other engine's"
+    if transfer.transfer_id == transfer.return_id:
+        yield "return_id: found the transfer's own, allowed another; draw each at random"
+    pairs = [("transfer_id", "secret")]
+    if transfer.return_id or transfer.return_secret:
+        pairs.append(("return_id", "return_secret"))
+    for pair in pairs:
+        for name, size in zip(pair, (TRANSFER_ID_BYTES, TRANSFER_SECRET_BYTES), strict=True):
+            if len(found := getattr(transfer, name)) != size:
+                yield f"{name}: found {len(found)} bytes, allowed {size}; draw so many at random"
 
 
 def check_pin(pin: Pin, vocab_size: int, *, draining: bool) -> array[int]:

@@ -16,6 +16,7 @@ from gateway.config import ConfigError, load
 from gateway.ledger.files import LedgerError
 from gateway.ledger.keys import KeyRefused
 from gateway.telemetry import log_to_stderr
+from policies.pairing import SplitMode
 from policies.pricing import PriceError
 from policies.routing import RoutingPolicy
 
@@ -34,6 +35,7 @@ FLAGS = {  # flag's destination → the setting it is
     "prices_file": "models.prices_file",
     "region": "region.name",
     "routing": "routing.policy",
+    "split": "routing.split",
 }
 
 
@@ -57,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--prices-file", metavar="FILE", help="price table (the shipped one)")
     flags.add_argument("--region", help="this gateway's region (local)")
     flags.add_argument("--routing", choices=[policy.value for policy in RoutingPolicy])
+    flags.add_argument("--split", choices=[mode.value for mode in SplitMode])
     return flags
 
 

@@ -35,13 +35,14 @@ from gateway.ledger.ledger import Ledger
 from gateway.ledger.prices import load_prices
 from gateway.ledger.reader import LedgerReader
 from gateway.nodes.bundles import Bundles
-from gateway.nodes.fleet import Fleet, FleetConfig, default_parameters
+from gateway.nodes.fleet import Fleet, FleetConfig, default_pairing, default_parameters
 from gateway.nodes.link import LINK_PATH, LinkServer
 from gateway.routes import ADMIN_ROUTES, PUBLIC_ROUTES
 from gateway.server import Listener, listen, serve
 from gateway.services import Services
 from gateway.telemetry import Metrics
 from gateway.text.model import TextModel
+from policies import pairing
 from policies.admission import Admission
 from policies.pricing import PriceTable
 from policies.routing import RoutingParameters, parse_parameters
@@ -98,6 +99,9 @@ async def build(
                     parameters=parameters,
                     default_models=config.models.default,
                     max_in_flight=config.routing.max_in_flight_per_node,
+                    split=config.routing.split,
+                    pairing=_pairing(config.routing.pairing_file),
+                    moves_roles=config.routing.roles == "auto",
                 ),
                 on_usage_record=lambda record: ledger.settle_from_usage_record(record, time.time()),
                 on_order_result=lambda node_id, answer: keeper.take(node_id, answer),
@@ -255,6 +259,12 @@ def _parameters(path: str | None) -> RoutingParameters:
     if path is None:
         return default_parameters()
     return parse_parameters(Path(path).expanduser().read_text("utf-8"))
+
+
+def _pairing(path: str | None) -> pairing.PairingParameters:
+    if path is None:
+        return default_pairing()
+    return pairing.parse_parameters(Path(path).expanduser().read_text("utf-8"))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -20,6 +20,7 @@ from msgspec import Struct
 from gateway.errors import near
 from policies.admission import AdmissionLimits
 from policies.contract.wire import MAX_LANES
+from policies.pairing import SplitMode
 from policies.routing import RoutingPolicy
 
 ENV_PREFIX = "KAGARI_"
@@ -83,6 +84,9 @@ class RoutingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     policy: RoutingPolicy = RoutingPolicy.COST
     parameters_file: str | None = None  # None: the file that ships with the gateway
     max_in_flight_per_node: int = 256
+    split: SplitMode = SplitMode.AUTO
+    pairing_file: str | None = None  # None: the file that ships with the gateway
+    roles: Literal["fixed", "auto"] = "fixed"  # auto: nodes change theirs with the load
 
 
 class RegionConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -158,6 +158,14 @@ ADMIN_ROUTES: tuple[Route, ...] = (
     _admin("/nodes/{node}", nodes.show_node, answer=nodes.NodeAnswer),
     _admin("/nodes/{node}/drain", nodes.drain, POST, answer=nodes.DrainAnswer),
     _admin("/nodes/{node}/undrain", nodes.undrain, POST, answer=nodes.DrainAnswer),
+    _admin(
+        "/nodes/{node}/role",
+        nodes.set_role,
+        POST,
+        body=nodes.NewRole,
+        answer=nodes.RoleAnswer,
+        may_be_pending=True,
+    ),
     _admin("/prefixes", prefixes.list_prefixes, answer=prefixes.PrefixList),
     _admin(
         "/prefixes",

@@ -38,6 +38,15 @@ METRICS = (
     MetricRow("kagari_requests", "counter", "requests", ("route", "status"), "Answered requests."),
     MetricRow("kagari_errors", "counter", "errors", ("code",), "Refusals and faults by code."),
     MetricRow("kagari_completions", "counter", "requests", ("model", "outcome"), "How they ended."),
+    MetricRow("kagari_paths", "counter", "requests", ("model", "path"), "How they ran."),
+    MetricRow(
+        "kagari_split",
+        "counter",
+        "attempts",
+        ("outcome",),
+        "Attempts by a pair: ok, retried (by a pair again), local, failed, left.",
+    ),
+    MetricRow("kagari_split_failures", "counter", "attempts", ("code",), "Why a pair failed."),
     MetricRow("kagari_affinity", "counter", "requests", ("outcome",), "Where sessions were sent."),
     MetricRow(
         "kagari_affinity_ignored", "counter", "signals", ("source",), "Signals outside the limits."
@@ -68,6 +77,7 @@ METRICS = (
     MetricRow("kagari_requests_in_flight", "gauge", "requests", (), "Admitted, not ended."),
     MetricRow("kagari_reserved_tokens", "gauge", "tokens", (), "Tokens reserved by admission."),
     MetricRow("kagari_nodes", "gauge", "nodes", ("state",), "Nodes by state."),
+    MetricRow("kagari_node_roles", "gauge", "nodes", ("role",), "Ready nodes by role."),
     MetricRow("kagari_tier_pages_used", "gauge", "pages", PAGES, "Pages that a tier holds."),
     MetricRow("kagari_tier_pages_capacity", "gauge", "pages", PAGES, "It can hold; 0: unknown."),
     MetricRow("kagari_tier_working", "gauge", "bool", PAGES, "1, or 0: scanning or broken."),

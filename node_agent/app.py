@@ -174,8 +174,15 @@ def engine_arguments(
         *("--threads", str(threads)),
         *config.engine_flags,
         *tier_flags(config, node_id, model.spec.name),
+        *peer_flags(config, index),
         *script,
     )
+
+
+def peer_flags(config: NodeConfig, index: int) -> tuple[str, ...]:
+    """Where the engine of this index is found by others."""
+    port = config.peer_port + index if config.peer_port else config.peer_port
+    return ("--peer-host", config.peer_host, "--peer-port", "none" if port is None else str(port))
 
 
 def prepare_models(

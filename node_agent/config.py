@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
+from engine.config import ConfigError, check_peer, read_peer_port
 from node_agent.errors import NodeError
 from policies.contract.wire import Compute, Role
 
@@ -46,6 +47,8 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     kv_disk_mb: int | None = None
     kv_disk_dir: Path | None = None  # None: kv in home
     cluster_store: str | None = None
+    peer_host: str = "127.0.0.1"  # where engines of other nodes bring pages
+    peer_port: int | None = 0  # of the first engine, the next has the next; 0: free ones
     exit_with_parent: bool = False
     drain_s: float = 20.0
     engine_up_s: float = 600.0
@@ -85,6 +88,18 @@ def parse_config(argv: Sequence[str]) -> NodeConfig:
     parser.add_argument("--kv-disk-mb", type=int, metavar="MB", help="pages on disk, each engine")
     parser.add_argument("--kv-disk-dir", type=Path, metavar="DIR", help="default: kv in home")
     parser.add_argument("--cluster-store", metavar="URL", help="mooncake://HOST:PORT")
+    parser.add_argument(
+        "--peer-host",
+        default="127.0.0.1",
+        metavar="ADDR",
+        help="where engines of other nodes bring pages",
+    )
+    parser.add_argument(
+        "--peer-port",
+        default="0",
+        metavar="PORT",
+        help="of the first engine, the next has the next; 0: free ones; none: no part in splits",
+    )
     for flag in ENGINE_FLAGS:
         parser.add_argument(flag, metavar="VALUE")
     options = parser.parse_args(argv)
@@ -113,6 +128,13 @@ def parse_config(argv: Sequence[str]) -> NodeConfig:
     _require_range("--engine-up-s", options.engine_up_s, 1, 86400)
     _require_range("--kv-host-mb", options.kv_host_mb, 0, MAX_TIER_MB)
     _require_range("--kv-disk-mb", options.kv_disk_mb, 0, MAX_TIER_MB)
+    try:
+        peer_port = read_peer_port(options.peer_port)
+        check_peer(options.peer_host, peer_port)
+    except ConfigError as error:
+        raise NodeError(
+            error.field, found=str(error.found), allowed=error.allowed, remedy=error.remedy
+        ) from error
     return NodeConfig(
         gateway_urls=_link_urls(options.gateway),
         join_token=_join_token(options.join_token, options.join_token_file),
@@ -129,6 +151,8 @@ def parse_config(argv: Sequence[str]) -> NodeConfig:
         kv_disk_mb=options.kv_disk_mb,
         kv_disk_dir=options.kv_disk_dir,
         cluster_store=_cluster_store(options.cluster_store),
+        peer_host=options.peer_host,
+        peer_port=peer_port,
         exit_with_parent=options.exit_with_parent,
         drain_s=options.drain_s,
         engine_up_s=options.engine_up_s,

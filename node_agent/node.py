@@ -39,6 +39,7 @@ from policies.contract.wire import (
     Refused,
     Resync,
     Role,
+    SetRole,
     Step,
     Submit,
     Unpin,
@@ -121,7 +122,7 @@ class Node:
         state = node_state(engines, is_draining=self.is_draining, was_ready=bool(self._was_up))
         self._report_sequence += 1
         epoch = self._identity.node_epoch
-        data = encode(node_report(epoch, self._report_sequence, state, engines))
+        data = encode(node_report(epoch, self._report_sequence, state, engines, self._role))
         for link in self.links:
             link.send_report(data)
 
@@ -272,6 +273,10 @@ class Node:
                 self.drain("asked by a gateway")
             case Drain():
                 self.resume()
+            case SetRole(role=role):
+                self._log.info("role_set", role=role, was=self._role)
+                self._role = role
+                self.report()
             case Welcome(wanted_bundles=wanted):
                 self._send_bundles(link, wanted)
             case Refused(code=code, message=text):

@@ -16,6 +16,7 @@ from policies.contract.wire import (
     PageRemoved,
     PageStored,
     Report,
+    Role,
     Tier,
     UsageRecord,
 )
@@ -159,7 +160,7 @@ def node_state(engines: Sequence[EngineReport], *, is_draining: bool, was_ready:
 
 
 def node_report(
-    node_epoch: int, sequence: int, state: NodeState, engines: Sequence[EngineReport]
+    node_epoch: int, sequence: int, state: NodeState, engines: Sequence[EngineReport], role: Role
 ) -> Report:
     backlog = sum(engine.uncached_tokens for engine in engines)
-    return Report(node_epoch, sequence, state, tuple(engines), backlog)
+    return Report(node_epoch, sequence, state, tuple(engines), backlog, role)

@@ -24,7 +24,7 @@ from policies.contract.wire import NodeState, Tier
 
 Affinity = Literal["hit", "spill", "new", "none"]
 Reason = Literal["home", "least_cost", "rendezvous", "least_in_flight", "turn"]
-Rejection = Literal["state", "engine", "wire_version", "tried", "full", "overloaded"]
+Rejection = Literal["state", "engine", "wire_version", "tried", "full", "overloaded", "role"]
 
 
 class RoutingPolicy(StrEnum):

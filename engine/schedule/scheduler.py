@@ -15,6 +15,10 @@ whose result nobody takes; a step hold keeps its pages until then.
 
 What slower tiers hold of a prompt is ordered when the prompt is queued (tiers.py); the sequence is
 admitted once it is there, by a prefix hit like any other, and others go on meanwhile.
+
+A prompt may be computed by one engine and decoded by another (transfers.py). Where it is computed
+it is a prompt like others up to its first token, which is not its own to tell. Where it is decoded
+it takes its turn for pages like others, computes nothing, and runs once they are written.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from engine.schedule.events import (
     SequenceStarted,
     TokensProduced,
 )
+from engine.schedule.outcomes import Grown, Lost, Returned, Sent, TakenOver
 from engine.schedule.page_events import PageEventLog
 from engine.schedule.pages import HoldKind, PageId, PagePool
 from engine.schedule.plan import PageCopy, Row, StepPlan, StepResult
@@ -43,6 +48,8 @@ from engine.schedule.rates import Rates
 from engine.schedule.sequence import NewSequence, Sequence, State
 from engine.schedule.shelf import Chain
 from engine.schedule.tiers import SlowerTiers
+from engine.schedule.transfer_orders import Handover, TransferNews
+from engine.schedule.transfers import Transfers
 from policies.contract.wire import FinishReason, PageEvent, TokenLogprob
 from policies.tiering import quota_pages
 
@@ -80,6 +87,7 @@ class Scheduler:
         self.page_events = PageEventLog(("device", *(tier.name for tier in config.tiers)))
         self.cache = PrefixCache(self.pool, self.page_events)
         self.tiers = SlowerTiers(config, self.pool, self.cache, self.page_events)
+        self.transfers = Transfers(config, self.pool, self.cache, spare=self._spare_pages)
         self.rates = Rates(config.prefill_tokens_per_s, config.step_tokens)
         self.step = 0
         self.preemptions = 0
@@ -88,7 +96,7 @@ class Scheduler:
         self._max_tokens = min(config.context_tokens, self._pool_tokens)
         self._sequences: dict[int, Sequence] = {}
         self._waiting: dict[int, Sequence] = {}
-        self._running: dict[int, Sequence] = {}  # in order of admission
+        self._running: dict[int, Sequence] = {}  # in order of admission; others are moving
         self._in_flight: list[_InFlight] = []  # at most two, the second planned ahead
         self._step_holds: dict[int, list[PageId]] = {}
 
@@ -123,9 +131,16 @@ class Scheduler:
                 f"waiting sequences: found {len(self._waiting)}, allowed "
                 f"{self.config.max_waiting}; try again later or elsewhere",
             )
+        if new.transfer is not None and self.transfers.knows(new.transfer):
+            raise SequenceRefused(
+                "transfer_refused",
+                "transfer: found an id that was used before, allowed one of its own; draw new ids",
+            )
         sequence = Sequence(new, now)
         self._sequences[new.sequence_id] = self._waiting[new.sequence_id] = sequence
-        if self.tiers and self._leader(sequence) is None:
+        if new.transfer is not None:
+            self.transfers.begin(sequence)
+        if self.tiers and new.role != "decode" and self._leader(sequence) is None:
             self._ask(sequence, now)
 
     def abort(self, sequence_id: int, now: float) -> list[SequenceEvent]:
@@ -165,7 +180,7 @@ class Scheduler:
             if sequence.num_uncomputed > 1:
                 uncached += sequence.num_uncomputed
         return Load(
-            waiting_sequences=len(self._waiting),
+            waiting_sequences=len(self._sequences) - len(self._running),
             running_sequences=len(self._running),
             uncached_tokens=uncached,
             pages_total=self.pool.num_pages,
@@ -191,12 +206,34 @@ class Scheduler:
         for sequence in self._sequences.values():
             if sequence.whose.owner == owner:
                 sequence.publishes = False
+        self.transfers.purge(owner)
         return self.cache.forget_owner(owner)
 
     def set_quotas(self, shares: Mapping[bytes, float]) -> None:
         """By owner: the share of each tier's pages, the device's too, that is its own."""
         self.cache.set_quotas(quota_pages(shares, self.pool.num_pages))
         self.tiers.set_quotas(shares)
+
+    def take(self, news: TransferNews, now: float) -> list[SequenceEvent]:
+        """How a transfer goes on."""
+        match self.transfers.take(news, now):
+            case Sent(sequence):
+                return [self._finish(sequence, "length", now)]
+            case Grown(sequence, num_pages):
+                num_computed = num_pages * self.config.page_size
+                sequence.num_computed = min(num_computed, sequence.num_prompt)
+                self._publish(sequence, now)
+            case TakenOver(sequence, handover):
+                return self._go_on(sequence, handover, now)
+            case Returned(chain, pages):
+                first = len(chain.keys) - len(pages)
+                if not first or chain.keys[first - 1] in self.cache:  # else in doubt meanwhile
+                    self._publish_chain(chain, pages, now)
+            case Lost(sequence) as lost:
+                if lost.is_doubted:
+                    self._distrust(sequence)
+                return [self._fail(sequence, *lost.end)]
+        return []
 
     # --- a step ---------------------------------------------------------------------------------
 
@@ -207,8 +244,8 @@ class Scheduler:
         preempted: set[int] = set()  # stay out of this step, so that pages are not passed around
         draft = self._fill(now, preempted)
         while not draft.rows and self._running:
-            # Every running prompt lacks a page that only another running prompt can give up.
-            self._preempt(self._latest_admitted(), preempted)
+            # Every running prompt lacks a page that only another prompt can give up.
+            self._give_way(preempted)
             draft = self._fill(now, preempted)
         if not draft.rows and preempted:
             draft = self._fill(now, set())  # nothing runs: now every idle page can be evicted
@@ -236,8 +273,10 @@ class Scheduler:
             num_tokens = len(sequence.tokens) + 1
             if not row.samples:
                 return None
-            if num_tokens >= self._max_tokens or (
-                num_tokens - sequence.num_prompt >= sequence.sampling.max_tokens
+            if (
+                num_tokens >= self._max_tokens
+                or num_tokens - sequence.num_prompt >= sequence.sampling.max_tokens
+                or sequence.role == "prefill"
             ):
                 continue
             if sequence.penalises:
@@ -292,17 +331,7 @@ class Scheduler:
             if sequence.state is State.FINISHED:  # ended while the step ran
                 continue
             if not sequence.started:
-                sequence.started = True
-                queue_s = sequence.first_planned_at - sequence.arrived_at
-                events.append(
-                    SequenceStarted(
-                        sequence.sequence_id,
-                        sequence.cached_tokens,
-                        queue_s,
-                        sequence.slowest_tier,
-                        sequence.slower_tokens,
-                    )
-                )
+                events.append(self._start(sequence))
             if result.corrupt and index in result.corrupt:
                 events.append(self._fail_corrupt(sequence))
                 continue
@@ -322,7 +351,11 @@ class Scheduler:
                 sequence.num_told = told.stop
             if token is not None:
                 assert row.samples, f"row {index} got a token and did not ask for one"
-                self._append(sequence, token, result.logprobs.get(index), now, events)
+                logprob = result.logprobs.get(index)
+                if sequence.role == "prefill":
+                    self._hand_over(sequence, token, logprob)
+                else:
+                    self._append(sequence, token, logprob, now, events)
         return events
 
     # --- filling a step -------------------------------------------------------------------------
@@ -348,18 +381,16 @@ class Scheduler:
                 and not self._grow(draft, sequence, num_tokens)
             ):
                 # Rows placed so far were admitted earlier, so the victim is never one of them.
-                self._preempt(self._latest_admitted(), draft.preempted)
+                self._give_way(draft.preempted)
             if sequence.state is State.RUNNING:
                 self._place(draft, sequence, sequence.num_computed, num_tokens)
         return [sequence for sequence in prompts if sequence.state is State.RUNNING]
 
     def _place_prompts(self, draft: _Draft, prompts: list[Sequence], now: float) -> None:
         """Rows of many tokens, running and waiting alike, shortest uncached first with ageing."""
-        if draft.budget <= 0:
-            return
         rate = self.rates.prefill_tokens_per_s
         queue = [(s.num_uncomputed + rate * s.arrived_at, s) for s in prompts]
-        if len(self._running) < self.config.max_running:
+        if self._has_place:
             for waiting in self._waiting.values():
                 if waiting.sequence_id not in draft.preempted:
                     uncached = self._uncached_tokens(waiting)
@@ -367,19 +398,17 @@ class Scheduler:
         queue.sort(key=lambda entry: entry[0])  # stable: ties keep the order of admission, arrival
         admitting = True
         for _, sequence in queue:
-            if draft.budget <= 0:
-                return
+            computes = sequence.role != "decode"
+            if computes and draft.budget <= 0:
+                continue
             if sequence.state is State.WAITING:
-                if not admitting or len(self._running) >= self.config.max_running:
+                if not admitting or not self._has_place or not self._is_due(draft, sequence):
                     continue
-                leader = self._leader(sequence)
-                if leader is not None and not leader.is_computed(sequence.num_prompt - 1):
-                    continue
-                if leader is None and self._is_coming(draft, sequence):
-                    continue
-                if not self._admit(draft, sequence, leader, now):
-                    # Nobody behind may take the pages that it waits for, or it could starve.
-                    admitting = False
+                admitting = self._admit(draft, sequence, now)
+                while not admitting and self._let_go(draft.preempted):
+                    admitting = self._admit(draft, sequence, now)
+                # Nobody behind may take the pages that it waits for, or it could starve.
+                if not admitting or not computes:
                     continue
             end = min(len(sequence.tokens), sequence.num_computed + draft.budget)
             self._grow(draft, sequence, end)
@@ -415,6 +444,23 @@ class Scheduler:
                 draft.zero_tails.append((last[0], offset))
         if end - start > 1:
             draft.computing.update(sequence.keys[start // page_size : -(-end // page_size)])
+
+    @property
+    def _has_place(self) -> bool:
+        """One more may run; what is being taken over has its place already."""
+        return len(self._running) + self.transfers.imports.num_moving < self.config.max_running
+
+    def _is_due(self, draft: _Draft, sequence: Sequence) -> bool:
+        """Whether a waiting sequence need not wait for what others compute or bring."""
+        match sequence.role:
+            case "decode":
+                return True
+            case "prefill" if not self.transfers.exports.may_compute(sequence):
+                return False
+        leader = self._leader(sequence)
+        if leader is not None:
+            return leader.is_computed(sequence.num_prompt - 1)
+        return not self._is_coming(draft, sequence)
 
     def _is_coming(self, draft: _Draft, sequence: Sequence) -> bool:
         """Whether the page that its prefix hit would lack is computed by this step, or fetched."""
@@ -455,7 +501,7 @@ class Scheduler:
         for running in self._running.values():
             lacks = self._num_pages(len(running.tokens)) - len(running.page_table[0])
             spare -= 1 + max(0, lacks)
-        return spare
+        return spare - self.transfers.imports.num_moving
 
     def _leader(self, sequence: Sequence) -> Sequence | None:
         """Whose pages a waiting sequence is to share; None: it goes its own way."""
@@ -463,16 +509,21 @@ class Scheduler:
             return None
         return self._sequences.get(sequence.fork_of)
 
-    def _admit(
-        self, draft: _Draft, sequence: Sequence, leader: Sequence | None, now: float
-    ) -> bool:
+    def _admit(self, draft: _Draft, sequence: Sequence, now: float) -> bool:
         """Move a waiting sequence to running on its prefix hit or its leader's pages, if its whole
-        history fits.
+        history fits; or to being taken over, if its whole prompt does.
 
         Room is asked for the history, for what running prompts still need, and for one page each
         running sequence may soon grow by; so a prompt rarely has to be preempted half computed.
         """
+        if sequence.role == "decode":
+            if not self.transfers.imports.take_room(sequence, self._spare_pages, now):
+                return False
+            del self._waiting[sequence.sequence_id]
+            self._note_hit(sequence, now)
+            return True
         page_size = self.config.page_size
+        leader = self._leader(sequence)
         if leader is None:
             keys = sequence.hit_keys(page_size)
             pages = self.cache.hold_prefix(keys, len(keys))
@@ -504,18 +555,17 @@ class Scheduler:
             sequence.cached_tokens = sequence.num_computed
             if leader is None:
                 self._note_hit(sequence, now)
+                sources = self.cache.count_sources(sequence.keys[:num_sealed], sequence.arrived_at)
+                sequence.tier_tokens = {tier: count * page_size for tier, count in sources.items()}
+        if sequence.role == "prefill":
+            self.transfers.exports.sealed(sequence)
         return True
 
     def _note_hit(self, sequence: Sequence, now: float) -> None:
-        """A sequence begins on a prefix hit: tell what came from where, and keep what is used."""
+        """A sequence begins on a prefix hit: keep what is used."""
         keys, until = sequence.keys[: sequence.num_sealed], sequence.retain_until(now)
         self.cache.use(keys, now, retain_until=until)
-        if not self.tiers:
-            return
-        sources = self.cache.count_sources(keys, sequence.arrived_at)
-        page_size = self.config.page_size
-        sequence.tier_tokens = {tier: count * page_size for tier, count in sources.items()}
-        if sequence.publishes:
+        if self.tiers and sequence.publishes:
             self.tiers.used(Chain(keys, sequence.whose, until), now)
 
     def _grow(self, draft: _Draft, sequence: Sequence, num_tokens: int) -> bool:
@@ -537,19 +587,35 @@ class Scheduler:
             draft.assigned.append((page, self.pool.generations[page]))
         return page
 
+    def _give_way(self, preempted: set[int]) -> None:
+        """Somebody's pages are for others: those of a prompt that nobody takes over yet, else of
+        the latest admitted."""
+        if not self._let_go(preempted):
+            self._preempt(self._running[next(reversed(self._running))], preempted)
+
+    def _let_go(self, preempted: set[int]) -> bool:
+        """Whether there was a prompt that is computed and that its peer has no room for yet. Two
+        engines that are each full of what waits for the other would else wait forever."""
+        sequence = self.transfers.exports.let_go()
+        if sequence is not None:
+            self._send_back(sequence, preempted)
+        return sequence is not None
+
     def _preempt(self, sequence: Sequence, preempted: set[int]) -> None:
-        """Back to waiting, pages given up; the history stays and is computed again, or hit."""
-        assert not self._in_flight, "a step in flight writes pages that another may get"
         del self._running[sequence.sequence_id]
+        self._send_back(sequence, preempted)
+        self.preemptions += 1
+
+    def _send_back(self, sequence: Sequence, preempted: set[int]) -> None:
+        """To waiting, pages given up; the history stays and is computed again, or hit."""
+        assert not self._in_flight, "a step in flight writes pages that another may get"
         self._waiting[sequence.sequence_id] = sequence
         self.pool.release(sequence.leave(State.WAITING), HoldKind.SEQUENCE)
-        self.preemptions += 1
         preempted.add(sequence.sequence_id)
 
-    def _latest_admitted(self) -> Sequence:
-        return self._running[next(reversed(self._running))]
-
     def _uncached_tokens(self, sequence: Sequence) -> int:
+        if sequence.role == "decode":
+            return 0  # another engine computes it
         if self._leader(sequence) is not None:
             return 1
         page_size = self.config.page_size
@@ -566,14 +632,60 @@ class Scheduler:
         if sealed <= sequence.num_sealed:
             return
         sequence.num_sealed = sealed
-        if not sequence.publishes:
-            return
-        keys = sequence.page_keys(sealed, self.config.page_size)
-        pages = sequence.page_table[0][:sealed]
-        whose, until = sequence.whose, sequence.retain_until(now)
-        new = self.cache.publish(keys, pages, whose=whose, now=now, retain_until=until)
+        if sequence.role == "prefill":
+            self.transfers.exports.sealed(sequence)
+        if sequence.publishes:
+            keys = sequence.page_keys(sealed, self.config.page_size)
+            chain = Chain(keys, sequence.whose, sequence.retain_until(now))
+            self._publish_chain(chain, sequence.page_table[0][:sealed], now)
+
+    def _publish_chain(self, chain: Chain, pages: list[PageId], now: float) -> None:
+        """pages: the last ones of the chain; what is before them is resident."""
+        new = self.cache.publish(
+            chain.keys,
+            pages,
+            first=len(chain.keys) - len(pages),
+            whose=chain.whose,
+            now=now,
+            retain_until=chain.retain_until,
+        )
         if self.tiers and new:
-            self.tiers.sealed(Chain(keys, whose, until), new, now)
+            self.tiers.sealed(chain, new, now)
+
+    def _hand_over(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
+        """A prompt that was computed for another engine is there, with its first token."""
+        del self._running[sequence.sequence_id]
+        sequence.transition(State.MOVING)
+        host, disk, cluster = sequence.slower_tokens
+        handover = Handover(
+            token,
+            sequence.cached_tokens,
+            host,
+            disk,
+            cluster,
+            sequence.queue_s,
+            logprob,
+        )
+        self.transfers.exports.hand_over(sequence, handover)
+
+    def _go_on(self, sequence: Sequence, handover: Handover, now: float) -> list[SequenceEvent]:
+        """A prompt that another engine computed is here, with its first token."""
+        sequence.transition(State.RUNNING)
+        self._running[sequence.sequence_id] = sequence
+        sequence.take_over(handover)
+        events: list[SequenceEvent] = [self._start(sequence)]
+        self._append(sequence, handover.token, handover.logprob, now, events)
+        return events
+
+    def _start(self, sequence: Sequence) -> SequenceStarted:
+        sequence.started = True
+        return SequenceStarted(
+            sequence.sequence_id,
+            sequence.cached_tokens,
+            sequence.queue_s,
+            sequence.slowest_tier,
+            sequence.slower_tokens,
+        )
 
     def _append(
         self,
@@ -604,11 +716,14 @@ class Scheduler:
             "send the request again, its prefix will be computed anew",
         )
 
-    def _fail_insane(self, sequence: Sequence) -> SequenceFailed:
-        """Its pages may be what is wrong, whatever their tags say; and so may copies of them."""
+    def _distrust(self, sequence: Sequence) -> None:
+        """Its pages may be wrong, whatever their tags say; and so may copies of them."""
         self.cache.forget(sequence.page_table[0])
         if self.tiers:
             self.tiers.distrust(sequence.page_keys(sequence.num_sealed, self.config.page_size))
+
+    def _fail_insane(self, sequence: Sequence) -> SequenceFailed:
+        self._distrust(sequence)
         return self._fail(
             sequence,
             "logits_not_finite",
@@ -635,15 +750,19 @@ class Scheduler:
         if self.tiers and sequence.publishes and sequence.num_sealed:
             keys = sequence.page_keys(sequence.num_sealed, self.config.page_size)
             self.tiers.ended(Chain(keys, sequence.whose, sequence.retain_until(now)), now)
-        self._leave(sequence)
+        if sequence.transfer is not None and sequence.role == "mixed" and sequence.publishes:
+            self.transfers.exports.send_back(sequence, now)
+        self._leave(sequence, "aborted", "its client left")
         return SequenceFinished(sequence.sequence_id, reason, sequence.usage(keep))
 
     def _fail(self, sequence: Sequence, code: str, message: str) -> SequenceFailed:
-        self._leave(sequence)
+        self._leave(sequence, code, message)
         return SequenceFailed(sequence.sequence_id, code, message, sequence.usage())
 
-    def _leave(self, sequence: Sequence) -> None:
-        """Forget a sequence. Pages that a step in flight still writes keep a step hold."""
+    def _leave(self, sequence: Sequence, code: str, message: str) -> None:
+        """Forget a sequence. Pages that a step in flight still writes keep a step hold. code and
+        message: for an engine that still waits for it."""
+        self.transfers.leave(sequence, code, message)
         del self._sequences[sequence.sequence_id]
         self._waiting.pop(sequence.sequence_id, None)
         self._running.pop(sequence.sequence_id, None)
@@ -659,7 +778,8 @@ class Scheduler:
         """Raise AssertionError unless pages, cache and sequences tell one story."""
         self.pool.invariants()
         self.cache.invariants()
-        self.tiers.invariants()
+        self.tiers.invariants(self.transfers.holds())
+        self.transfers.invariants()
         held: dict[PageId, int] = {}
         for sequence in self._sequences.values():
             (pages,), (generations,) = sequence.page_table, sequence.generations
@@ -667,8 +787,9 @@ class Scheduler:
             assert sequence.num_computed <= len(sequence.tokens)
             assert sequence.num_computed <= len(pages) * self.config.page_size
             waits = sequence.sequence_id in self._waiting
-            assert waits != (sequence.sequence_id in self._running)
             assert waits == (sequence.state is State.WAITING)
+            runs = sequence.sequence_id in self._running
+            assert runs == (sequence.state is State.RUNNING)
             assert not (waits and pages)
             for page in pages:
                 held[page] = held.get(page, 0) + 1
@@ -676,7 +797,7 @@ class Scheduler:
             assert sequence.num_told == sequence.num_prompt or not sequence.num_completion
         for page in map(PageId, range(self.pool.num_pages)):
             assert self.pool.holds(page, HoldKind.SEQUENCE) == held.get(page, 0)
-        assert len(self._running) <= self.config.max_running
+        assert len(self._running) + self.transfers.imports.num_moving <= self.config.max_running
         steps = [in_flight.plan.step for in_flight in self._in_flight]
         assert steps == list(range(self.step - len(steps) + 1, self.step + 1))
         assert len(steps) <= 2

@@ -14,8 +14,9 @@ from enum import Enum
 
 from engine.schedule.pages import PageId
 from engine.schedule.prefix_cache import Provenance
+from engine.schedule.transfer_orders import Handover
 from policies.contract.page_keys import max_hit_pages, next_key
-from policies.contract.wire import Sampling, Tier, Usage, pack_ids
+from policies.contract.wire import Role, Sampling, Tier, Transfer, Usage, pack_ids
 
 SLOWER_TIERS: tuple[Tier, ...] = ("host", "disk", "cluster")  # in the order of Usage's fields
 
@@ -23,12 +24,14 @@ SLOWER_TIERS: tuple[Tier, ...] = ("host", "disk", "cluster")  # in the order of 
 class State(Enum):
     WAITING = "waiting"
     RUNNING = "running"
+    MOVING = "moving"  # computed for another engine, or being taken over from one
     FINISHED = "finished"
 
 
 _NEXT_STATES = {
-    State.WAITING: (State.RUNNING, State.FINISHED),
-    State.RUNNING: (State.WAITING, State.FINISHED),  # waiting again: preempted
+    State.WAITING: (State.RUNNING, State.MOVING, State.FINISHED),
+    State.RUNNING: (State.WAITING, State.MOVING, State.FINISHED),  # waiting again: preempted
+    State.MOVING: (State.WAITING, State.RUNNING, State.FINISHED),  # waiting again: let go of
     State.FINISHED: (),
 }
 
@@ -37,7 +40,8 @@ _NEXT_STATES = {
 class NewSequence:
     """key_root: policies.contract.page_keys.seed(…) of model and tenant. deadline: monotonic.
     fork_of: the sequence of the same prompt and root whose pages this one waits for. owner:
-    page_keys.owner_tag of the tenant. retention_s: its pages are kept so long where they can be."""
+    page_keys.owner_tag of the tenant. retention_s: its pages are kept so long where they can be.
+    role: prefill computes the prompt for the peer of the transfer, decode takes it over from it."""
 
     sequence_id: int
     prompt: array[int]
@@ -47,6 +51,8 @@ class NewSequence:
     fork_of: int | None = None
     owner: bytes = b""
     retention_s: float = 0.0
+    role: Role = "mixed"
+    transfer: Transfer | None = None
 
 
 class Sequence:
@@ -70,12 +76,14 @@ class Sequence:
         "penalises",
         "publishes",
         "retention_s",
+        "role",
         "sampling",
         "sequence_id",
         "started",
         "state",
         "tier_tokens",
         "tokens",
+        "transfer",
         "whose",
     )
 
@@ -94,6 +102,8 @@ class Sequence:
             or sampling.presence_penalty != 0.0
         )
         self.fork_of = new.fork_of
+        self.role = new.role  # mixed, once it has been taken over
+        self.transfer = new.transfer
         self.deadline = math.inf if new.deadline is None else new.deadline
         self.arrived_at = now
         self.first_planned_at = now
@@ -140,6 +150,11 @@ class Sequence:
         )
 
     @property
+    def queue_s(self) -> float:
+        """From its arrival to its first step's plan."""
+        return self.first_planned_at - self.arrived_at
+
+    @property
     def slower_tokens(self) -> tuple[int, ...]:
         """Of the cached ones, what each slower tier brought."""
         return tuple(self.tier_tokens.get(tier, 0) for tier in SLOWER_TIERS)
@@ -176,14 +191,31 @@ class Sequence:
         return told or None
 
     def admit(
-        self, pages: list[PageId], generations: list[int], *, num_computed: int, num_sealed: int
+        self,
+        pages: list[PageId],
+        generations: list[int],
+        *,
+        num_computed: int,
+        num_sealed: int,
+        state: State = State.RUNNING,
     ) -> None:
-        """Start to run on these pages (maybe none); the first num_sealed are shared."""
-        self.transition(State.RUNNING)
+        """Start to run, or to be taken over, on these pages (maybe none); the first num_sealed are
+        shared."""
+        self.transition(state)
         self.page_table = (pages,)
         self.generations = (generations,)
         self.num_sealed = num_sealed
         self.num_computed = num_computed
+
+    def take_over(self, handover: Handover) -> None:
+        """Its prompt was computed elsewhere; from now on it is like any other."""
+        self.role = "mixed"
+        self.num_computed = self.num_prompt
+        self.cached_tokens = handover.cached_tokens
+        slower = (handover.host_tokens, handover.disk_tokens, handover.cluster_tokens)
+        counts = zip(SLOWER_TIERS, slower, strict=True)
+        self.tier_tokens = {tier: count for tier, count in counts if count}
+        self.first_planned_at = self.arrived_at + handover.queue_s
 
     def grow(self, pages: list[PageId], generations: list[int]) -> None:
         """Add pages at the end. Rows keep the lists that they were given: new ones replace them."""

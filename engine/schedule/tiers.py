@@ -201,13 +201,16 @@ class SlowerTiers:
     def report(self, states: Mapping[Tier, TierState]) -> tuple[TierReport, ...]:
         return tuple(shelf.report(states.get(name, "ok")) for name, shelf in self._shelves.items())
 
-    def invariants(self) -> None:
-        """Raise AssertionError unless every hold of a copy or fetch is one of an order's."""
+    def invariants(self, transferred: Iterable[PageId] = ()) -> None:
+        """Raise AssertionError unless every hold of a copy or fetch is one of an order's.
+        transferred: pages that others have transfer holds of, once for each."""
         if not self._shelves:
             return
         holds = {
             kind: [0] * self._pool.num_pages for kind in (HoldKind.TIER_COPY, HoldKind.TRANSFER)
         }
+        for page in transferred:
+            holds[HoldKind.TRANSFER][page] += 1
         copying = dict.fromkeys(self._shelves, 0)
         for entry in self._ledger.under_way.values():
             if isinstance(entry, Copy):

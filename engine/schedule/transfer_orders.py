@@ -11,7 +11,9 @@ TransferFailed may come once before it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -172,3 +174,14 @@ class TransferQuiet:
 TransferNews = (
     Accepted | Acked | HandedOver | Offered | Arrived | Received | TransferFailed | TransferQuiet
 )
+
+
+class Mover(Protocol):
+    """Who carries orders out (transfer/mover.py). All of it is for the engine's loop."""
+
+    def give(self, orders: Iterable[TransferOrder]) -> None: ...
+
+    def take(self) -> list[TransferNews]:
+        """What happened since the last call; the tags of pages that arrived are written by now."""
+
+    def close(self, within_s: float) -> None: ...

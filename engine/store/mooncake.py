@@ -88,7 +88,7 @@ class MooncakeTier:
         """kind: see page_kind. Raises ConfigError on a wrong URL, or where Mooncake is not
         installed."""
         self._address = parse_store_url(url)
-        self._library = _library()
+        self._library = library("mooncake.store", FIELD)
         self._layout = layout
         self._all_kinds = f"kv1/{layout_digest(layout).hex()}/"
         self._prefix = f"{self._all_kinds}{kind}/"
@@ -435,17 +435,18 @@ def _lanes(memory: mmap.mmap, pages: int, stride: int, size: int) -> Iterator[La
         )
 
 
-def _library() -> Any:
-    """mooncake.store. Raises ConfigError where it, or a library it needs, is not installed."""
+def library(module: str, field: str) -> Any:
+    """One of Mooncake's. Raises ConfigError, of this flag, where it, or a library it needs, is not
+    installed."""
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # it logs each step on standard error
     os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "1")  # of 20: we try again ourselves
     os.environ.setdefault("MC_TCP_STATUS_TIMEOUT_SEC", str(HANG_S))
     os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(HANG_S * 1000))
     try:
-        return importlib.import_module("mooncake.store")
+        return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            FIELD,
+            field,
             found=f"no Mooncake in this environment ({error})",
             allowed="the extra `mooncake`, and Debian's libibverbs1",
             remedy="pip install 'kagari[mooncake]' && apt-get install libibverbs1",

@@ -1,4 +1,4 @@
-"""Nodes for the operator: the fleet, one node, and taking a node out of routing and back."""
+"""Nodes for the operator: the fleet, one node, its role, and taking it out of routing and back."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import msgspec
 from msgspec import NODEFAULT, Struct
 
 from gateway.api.exchange import Exchange
+from gateway.api.typed_input import decoded
 from gateway.errors import GatewayError, near, quote
+from gateway.nodes.fleet import OldNode
 from gateway.nodes.views import NodeView
 from gateway.services import Services
+from policies.contract.wire import SPLIT_VERSION, Role
 
 
 def named_type(kind: Any) -> Any:
@@ -50,6 +53,21 @@ class DrainAnswer(Struct, frozen=True):
     draining: bool
 
 
+class NewRole(Struct, frozen=True, forbid_unknown_fields=True):
+    role: Role
+
+
+class RoleAnswer(Struct, frozen=True):
+    """role: as the node says; next_role: what it will be once it has drained, else null."""
+
+    node_id: str
+    role: Role
+    next_role: Role | None
+
+
+_new_role = msgspec.json.Decoder(NewRole).decode
+
+
 async def list_nodes(services: Services, exchange: Exchange) -> None:
     """List every node that is or lately was linked."""
     nodes = [named(node) for node in services.fleet.nodes()]
@@ -76,6 +94,26 @@ async def _set_drain(services: Services, exchange: Exchange, *, drain: bool) -> 
     services.fleet.drain(node_id, drain)
     exchange.notes["node"] = node_id
     await exchange.reply_json(DrainAnswer(node_id, drain))
+
+
+async def set_role(services: Services, exchange: Exchange) -> None:
+    """Give a node another role, once what runs there for the old one has ended."""
+    wanted = decoded(exchange.body, _new_role, needs="a role")
+    node_id = _find(services, exchange.parameters["node"]).node_id
+    exchange.notes["node"] = node_id
+    try:
+        services.fleet.set_role(node_id, wanted.role)
+    except OldNode as error:
+        raise GatewayError(
+            "unsupported",
+            field="node",
+            found=str(error),
+            allowed=f"a node of wire version {SPLIT_VERSION} or later",
+            remedy="upgrade the node, or start it with another --role",
+        ) from None
+    node = _find(services, node_id)
+    answer = RoleAnswer(node_id, node.role, node.next_role)
+    await exchange.reply_json(answer, status=202 if node.next_role is not None else 200)
 
 
 def _find(services: Services, name: str) -> NodeView:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 from gateway.api.choice import Choice, Turn
 from gateway.api.exchange import Exchange
@@ -19,7 +18,6 @@ from policies.contract.wire import EngineInfo, Usage
 from policies.pricing import Rates, charge_nano_usd
 
 DEADLINE_GRACE_S = 5.0  # the engine ends what is late; this is for when it cannot
-PATH: Final = "mixed"  # how every request runs until prefill and decode can be split
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +111,7 @@ class CompletionRun:
                 tenant=key.tenant,
                 key_id=key.key_id,
                 model=self.model,
-                path=PATH,
+                path=self.first.path,
                 prompt_tokens=self.prompt_tokens,
                 rates=self.rates,
                 price_version=self.services.prices.version,
@@ -186,10 +184,12 @@ class CompletionRun:
         headers = [
             ("x-kagari-region", self.services.config.region.name),
             ("x-kagari-node", first.node_id),
-            ("x-kagari-path", PATH),
+            ("x-kagari-path", first.path),
             ("x-kagari-affinity", first.affinity),
-            ("x-kagari-precision", _precision(info)),
+            ("x-kagari-precision", _precision(first.prefill_info, info)),
         ]
+        if first.prefill_node is not None:
+            headers.append(("x-kagari-prefill-node", first.prefill_node))
         streams = [part.stream for part in self.parts]
         if all(stream is not None and stream.cached_tokens is not None for stream in streams):
             headers.append(("x-kagari-cached-tokens", str(self.usage().cached_tokens)))
@@ -230,19 +230,20 @@ class CompletionRun:
         usage = self.usage()
         quality: Quality = "exact" if status == "ok" else "partial"
         streams = [part.stream for part in self.parts if part.stream is not None]
-        failed = [node for stream in streams for node in stream.tried[:-1]]
+        failed = [one for stream in streams for one in stream.tries[:-1]]
         return Settlement(
             request_id=self.exchange.request_id,
             status=status,
             quality=quality,
             node=self.first.node_id,
-            prefill_node=None,
-            path=PATH,
+            prefill_node=self.first.prefill_node,
+            path=self.first.path,
             cached_tokens=usage.cached_tokens,
             completion_tokens=usage.completion_tokens,
             tiers=self._tiers(),
             attempts=tuple(
-                Attempt(number, node, "failed") for number, node in enumerate(failed, start=1)
+                Attempt(number, one.node_id, "failed", prefill_node=one.prefill_node)
+                for number, one in enumerate(failed, start=1)
             ),
             ended_at=time.time(),
             ttft_s=ttft_s,
@@ -263,7 +264,9 @@ class CompletionRun:
     def _tell(self, status: Ending, ttft_s: float | None, ended: float) -> None:
         usage = self.usage()
         metrics = self.services.metrics
+        first = self.first
         metrics.count("kagari_completions", model=self.model, outcome=status)
+        metrics.count("kagari_paths", model=self.model, path=first.path)
         if status != "failed":  # as the ledger counts
             for tier, tokens in self._tiers().items():
                 metrics.count("kagari_cached_tier_tokens", tokens, model=self.model, tier=tier)
@@ -273,15 +276,16 @@ class CompletionRun:
         if ttft_s is not None:
             metrics.observe("kagari_ttft_seconds", ttft_s, model=self.model)
         self.exchange.notes.update(
-            node=self.first.node_id,
-            attempts=self.first.attempt,
-            path=PATH,
+            node=first.node_id,
+            prefill_node=first.prefill_node,
+            attempts=first.attempt,
+            path=first.path,
             cached_tokens=usage.cached_tokens,
             tiers=self._tiers(),
             completion_tokens=usage.completion_tokens,
             finish="+".join(sorted({choice.reason or status for choice in self.choices})),
             ttft_s=None if ttft_s is None else round(ttft_s, 4),
-            queue_s=round(self.first.queue_s, 4),
+            queue_s=round(first.queue_s, 4),
             served_s=round(ended - self.exchange.started, 4),
         )
 
@@ -289,8 +293,14 @@ class CompletionRun:
         return None if digest is None else self.services.home.salted(digest)
 
 
-def _precision(info: EngineInfo) -> str:
-    """weights/pages, and a third part where the engine does not compute exactly."""
+def _precision(prefill: EngineInfo | None, info: EngineInfo) -> str:
+    """weights/pages, and a third part where the engine does not compute exactly; of a split between
+    two precisions that of prefill first."""
+    told = [_held(one) for one in (prefill, info) if one is not None]
+    return " > ".join(dict.fromkeys(told))
+
+
+def _held(info: EngineInfo) -> str:
     held = f"{info.weights_precision}/{info.kv_precision}"
     return held if info.compute == "exact" else f"{held}/{info.compute}"
 

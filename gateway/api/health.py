@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from msgspec import Struct
 
 from gateway.api.exchange import Exchange
 from gateway.nodes.tier_figures import tell_tiers
 from gateway.services import Services
+from policies.contract.wire import Role
 
 
 class Readiness(Struct, frozen=True):
@@ -59,4 +62,11 @@ async def metrics(services: Services, exchange: Exchange) -> None:
     states = [node.state for node in nodes]
     for state in ("joining", "ready", "suspect", "draining", "lost"):
         board.set("kagari_nodes", states.count(state), state=state)
+    roles = [node.role for node in nodes if node.state == "ready"]
+    for role in get_args(Role):
+        board.set("kagari_node_roles", roles.count(role), role=role)
+    for outcome, total in services.fleet.pairs.outcomes.items():
+        board.reach("kagari_split", total, outcome=outcome)
+    for code, total in services.fleet.pairs.failures.items():
+        board.reach("kagari_split_failures", total, code=code)
     await exchange.reply(200, board.text(), content_type="text/plain; version=0.0.4; charset=utf-8")

@@ -220,6 +220,21 @@ def undrain(context: typer.Context, node_id: str, as_json: AsJson = False) -> No
     admin.show(admin.ask("POST", "/nodes", node_id, "undrain"), show_drain, as_json=as_json)
 
 
+@admin_app.command()
+def role(
+    context: typer.Context,
+    node_id: str,
+    role: Annotated[str, typer.Argument(help="mixed, prefill or decode.")],
+    as_json: AsJson = False,
+) -> None:
+    """Give a node other work from now on; what runs there for the old one ends first."""
+    from gateway.cli.admin_tables import show_role
+
+    admin: Admin = context.obj()
+    told = admin.ask("POST", "/nodes", node_id, "role", body={"role": role})
+    admin.show(told, show_role, as_json=as_json)
+
+
 @prefixes_app.command("list")
 def prefixes_list(context: typer.Context, as_json: AsJson = False) -> None:
     """All that have not expired, oldest first."""

@@ -70,13 +70,19 @@ def show_requests(rows: Sequence[Any]) -> None:
             row["key_id"],
             row["model"],
             row["status"],
-            row["node"] or "-",
+            _places(row),
             str(row["prompt_tokens"]),
             str(row["cached_tokens"]),
             str(row["completion_tokens"]),
             usd(row["charge_nano_usd"]),
         )
     print_table(table)
+
+
+def _places(row: Any) -> str:
+    """The node that answered; of a split the one that computed the prompt in front of it."""
+    names = (row.get("prefill_node"), row["node"])
+    return " > ".join([name for name in names if name]) or "-"
 
 
 def show_request(row: Any) -> None:
@@ -95,7 +101,7 @@ def show_request(row: Any) -> None:
         f"session {row['session'] or '-'}, first token {_seconds(row['ttft_s'])}\n"
     )
     for one in row["attempts"]:
-        sys.stdout.write(f"try {one['attempt']} on {one['node'] or '-'}: {one['outcome']}\n")
+        sys.stdout.write(f"try {one['attempt']} on {_places(one)}: {one['outcome']}\n")
 
 
 def _seconds(value: float | None) -> str:
@@ -104,7 +110,7 @@ def _seconds(value: float | None) -> str:
 
 def show_nodes(nodes: Sequence[Any]) -> None:
     table = plain_table(
-        *("node", "state", "in flight", "report", "model", "engine"),
+        *("node", "state", "role", "in flight", "report", "model", "engine"),
         *(
             "waiting",
             "running",
@@ -118,13 +124,19 @@ def show_nodes(nodes: Sequence[Any]) -> None:
         ),
     )
     for node in nodes:
-        own = (
-            node["node_id"], node["state"], str(node["in_flight"]), f"{node['report_age_s']:.1f} s",
-        )  # fmt: skip
+        own: tuple[str, ...] = (
+            *(node["node_id"], node["state"], _role(node)),
+            *(str(node["in_flight"]), f"{node['report_age_s']:.1f} s"),
+        )
         for engine in node["engines"] or [None]:
             table.add_row(*own, *_engine_cells(engine))
-            own = ("", "", "", "")
+            own = ("",) * len(own)
     print_table(table)
+
+
+def _role(node: Any) -> str:
+    soon = node["next_role"]
+    return str(node["role"]) if soon is None else f"{node['role']}, soon {soon}"
 
 
 def _engine_cells(engine: Any) -> tuple[str, ...]:
@@ -159,6 +171,10 @@ def show_drain(answer: Any) -> None:
     is_draining = answer["draining"]
     done = "takes nothing new" if is_draining else "is chosen again"
     sys.stdout.write(f"{answer['node_id']} {done}\n")
+
+
+def show_role(answer: Any) -> None:
+    sys.stdout.write(f"{answer['node_id']} is {_role(answer)}\n")
 
 
 def show_prefixes(prefixes: Sequence[Any]) -> None:

@@ -65,17 +65,28 @@ def call(server: Server, method: str, path: str, body: Any = None, timeout_s: fl
 
 @dataclass(frozen=True, slots=True)
 class ChatReply:
-    """What one streamed chat completion came to; times in seconds from the request."""
+    """What one streamed chat completion came to; times in seconds from the request.
+
+    started_at and pieces_at are moments of the monotonic clock: the request's, and each at which
+    text came. prefill_node: empty where the node computed the prompt itself.
+    """
 
     request_id: str
     node: str
+    prefill_node: str
+    path: str
     affinity: str
     text: str
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    ttft_s: float
+    started_at: float
+    pieces_at: tuple[float, ...]
     total_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        return self.pieces_at[0] - self.started_at if self.pieces_at else self.total_s
 
 
 def sse_data(response: http.client.HTTPResponse) -> Iterator[Any]:
@@ -109,8 +120,8 @@ def stream_chat(
     on_text is called for each piece of text as it comes.
     """
     connection = server.connect(timeout_s)
-    started = time.monotonic()
-    first: float | None = None
+    started_at = time.monotonic()
+    pieces_at: list[float] = []
     text: list[str] = []
     usage: dict[str, Any] = {}
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
@@ -127,21 +138,24 @@ def stream_chat(
             for choice in event.get("choices", ()):
                 piece = choice["delta"].get("content")
                 if piece:
-                    first = first if first is not None else time.monotonic()
+                    pieces_at.append(time.monotonic())
                     text.append(piece)
                     on_text()
             usage = event.get("usage") or usage
-        ended = time.monotonic()
+        total_s = time.monotonic() - started_at
         return ChatReply(
             request_id=response.headers.get("x-request-id", ""),
             node=response.headers.get("x-kagari-node", ""),
+            prefill_node=response.headers.get("x-kagari-prefill-node", ""),
+            path=response.headers.get("x-kagari-path", ""),
             affinity=response.headers.get("x-kagari-affinity", ""),
             text="".join(text),
             prompt_tokens=usage["prompt_tokens"],
             cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
             completion_tokens=usage["completion_tokens"],
-            ttft_s=(first if first is not None else ended) - started,
-            total_s=ended - started,
+            started_at=started_at,
+            pieces_at=tuple(pieces_at),
+            total_s=total_s,
         )
     finally:
         connection.close()

@@ -65,7 +65,16 @@ def serve(
         list[str] | None,
         typer.Option(help="Catalogue name or local folder; repeat for several."),
     ] = None,
-    nodes: Annotated[int, typer.Option(help="Node agents to start, named n1…nN.")] = 1,
+    nodes: Annotated[
+        int | None, typer.Option(help="Node agents to start, named n1…nN; default: one.")
+    ] = None,
+    prefill: Annotated[
+        int | None, typer.Option(help="Instead: so many that compute prompts, and")
+    ] = None,
+    decode: Annotated[int | None, typer.Option(help="so many that decode.")] = None,
+    split: Annotated[
+        str | None, typer.Option(help="auto (where it pays), always or never; needs those two.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the API; 0: a free one.")] = 8000,
     link_port: Annotated[int, typer.Option(help="Port nodes dial; 0: a free one.")] = 0,
@@ -76,9 +85,12 @@ def serve(
     api_key_file: Annotated[Path | None, typer.Option(help="File that holds the key.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cuda or cpu.")] = None,
     compute: Annotated[str | None, typer.Option(help="exact or fast.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of weights: auto, bf16 or fp32.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of weights: auto, bf16 or fp32; or ROLE=VALUE,…")
+    ] = None,
     kv_dtype: Annotated[
-        str | None, typer.Option(help="Of pages: auto, bf16, fp32, fp8 or int8.")
+        str | None,
+        typer.Option(help="Of pages: auto, bf16, fp32, fp8 or int8; or prefill=bf16,decode=fp8."),
     ] = None,
     kv_device_tokens: Annotated[
         int | None, typer.Option(help="Tokens the KV pool of each engine holds.")
@@ -111,9 +123,10 @@ def serve(
     from gateway.cli.home import home_folder, prepare_home, secret_file
     from gateway.cli.serve import serve as run
     from gateway.cli.serve_key import serve_key
-    from gateway.cli.serve_plan import ServeOptions, require_compute
+    from gateway.cli.serve_plan import ServeOptions, require_compute, require_split
 
     require_compute(compute)
+    require_split(split)
     folder = prepare_home(home_folder(home))
     key_file, secret = serve_key(folder, literal=api_key, file=api_key_file)
     join_token_file = folder / "join.token"
@@ -135,6 +148,9 @@ def serve(
         home=folder,
         models=tuple(model or ()),
         num_nodes=nodes,
+        num_prefill=prefill,
+        num_decode=decode,
+        split=split,
         host=host,
         port=port,
         link_port=link_port,
@@ -302,12 +318,15 @@ def config_show(
 @app.command()
 def demo(
     check: Annotated[bool, typer.Option(help="Exit 1 if a claim does not hold.")] = False,
+    landing_tokens: Annotated[
+        int, typer.Option(min=512, max=7000, help="Of the prompt that lands in act 3.")
+    ] = 6000,
     as_json: AsJson = False,
 ) -> None:
-    """A live show on the embedded model: affinity, its discount, and what outlives memory."""
+    """A live show on the embedded model: affinity, its discount, split nodes, slower tiers."""
     from gateway.demo.show import run_demo
 
-    run_demo(check=check, as_json=as_json)
+    run_demo(check=check, as_json=as_json, landing_tokens=landing_tokens)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import get_args
 
 from gateway.cli.problem import Problem
-from policies.contract.wire import Compute
+from policies.contract.wire import Compute, Role
 from policies.cores import Cores, cpu_limit, threads_each
+from policies.pairing import SplitMode
 
 DEFAULT_PORT = 8000
 DEFAULT_MODEL = "smollm2-135m"
+BY_ROLE = ("--dtype", "--kv-dtype")  # engine flags that may be given for each role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +25,10 @@ class ServeOptions:
 
     home: Path
     models: tuple[str, ...] = ()
-    num_nodes: int = 1
+    num_nodes: int | None = None  # None: one, unless there are prefill and decode nodes
+    num_prefill: int | None = None
+    num_decode: int | None = None
+    split: str | None = None
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT  # of any of the three, 0 means a free one
     link_port: int = 0
@@ -33,7 +38,8 @@ class ServeOptions:
     join_token_file: Path
     threads: int | None = None
     script: Path | None = None
-    engine_flags: tuple[str, ...] = ()  # handed to every node agent as they are
+    # Flags and values in turn, handed to every node agent; those of BY_ROLE may differ by role.
+    engine_flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +61,8 @@ class ServePlan:
 
 
 def plan_serve(options: ServeOptions, *, port: int, link_port: int, admin_port: int) -> ServePlan:
-    """Argument lists of all children. Raises Problem on a count that makes no sense."""
-    if options.num_nodes < 1:
-        raise Problem(
-            "--nodes",
-            found=str(options.num_nodes),
-            allowed="1 or more",
-            remedy="leave --nodes away for one node",
-        )
+    """Argument lists of all children. Raises Problem on what makes no sense."""
+    roles = node_roles(options)
     models = options.models or (DEFAULT_MODEL,)
     gateway = [
         *("--host", options.host),
@@ -77,31 +77,101 @@ def plan_serve(options: ServeOptions, *, port: int, link_port: int, admin_port: 
         gateway += ["--model", model]
     if options.config is not None:
         gateway += ["--config", str(options.config)]
+    if options.split is not None:
+        gateway += ["--split", options.split]
     node = [
         *("--gateway", f"ws://{link_host(options.host)}:{link_port}"),
         *("--join-token-file", str(options.join_token_file)),
         *("--home", str(options.home)),
-        *("--role", "mixed"),
     ]
     for model in models:
         node += ["--model", model]
-    threads = options.threads or threads_each(own_cores(), options.num_nodes * len(models))
+    threads = options.threads or threads_each(own_cores(), len(roles) * len(models))
     node += ["--threads", str(threads)]
-    if options.num_nodes > 1:  # a lone engine's own memory is quicker, and taken as it fills
+    if len(roles) > 1:  # a lone engine's own memory is quicker, and taken as it fills
         node += ["--kv-host-share", str(options.home)]
     if options.script is not None:
         node += ["--script", str(options.script)]
-    node += options.engine_flags
+    flags_of = {role: ("--role", role, *engine_flags(options, role)) for role in set(roles)}
     return ServePlan(
         gateway=Launch("gateway", "gateway", tuple(gateway)),
         nodes=tuple(
-            Launch(f"n{index}", "node_agent", ("--node-id", f"n{index}", *node))
-            for index in range(1, options.num_nodes + 1)
+            Launch(f"n{index}", "node_agent", ("--node-id", f"n{index}", *node, *flags_of[role]))
+            for index, role in enumerate(roles, start=1)
         ),
         num_models=len(models),
         api_url=f"http://{url_host(options.host)}:{port}",
         admin_url=f"http://127.0.0.1:{admin_port}",  # the operator's, whatever --host says
     )
+
+
+def node_roles(options: ServeOptions) -> tuple[Role, ...]:
+    """Of n1, n2 and so on: prefill nodes first. Raises Problem."""
+    roles: list[Role]
+    prefill, decode = options.num_prefill, options.num_decode
+    if prefill is None and decode is None:
+        count = 1 if options.num_nodes is None else options.num_nodes
+        require_count("--nodes", count, "leave --nodes away for one node")
+        roles = ["mixed"] * count
+        return tuple(roles)
+    if options.num_nodes is not None:
+        raise Problem(
+            "--nodes",
+            found="it beside --prefill or --decode",
+            allowed="mixed nodes, or prefill and decode nodes",
+            remedy="leave --nodes away, or the other two",
+        )
+    if prefill is None or decode is None:
+        raise Problem(
+            "--decode" if decode is None else "--prefill",
+            found="one of --prefill and --decode alone",
+            allowed="both, each 1 or more",
+            remedy="pass both, or --nodes for nodes that do all",
+        )
+    require_count("--prefill", prefill, "pass how many nodes compute prompts")
+    require_count("--decode", decode, "pass how many nodes decode")
+    roles = ["prefill"] * prefill
+    roles += ["decode"] * decode
+    return tuple(roles)
+
+
+def require_count(flag: str, found: int, remedy: str) -> None:
+    if found < 1:
+        raise Problem(flag, found=str(found), allowed="1 or more", remedy=remedy)
+
+
+def engine_flags(options: ServeOptions, role: Role) -> list[str]:
+    """Those of a node of this role. Raises Problem."""
+    flags: list[str] = []
+    for flag, value in zip(options.engine_flags[::2], options.engine_flags[1::2], strict=True):
+        own = for_role(flag, value, role) if flag in BY_ROLE and "=" in value else value
+        if own is not None:
+            flags += [flag, own]
+    return flags
+
+
+def for_role(flag: str, text: str, role: Role) -> str | None:
+    """`prefill=bf16,decode=fp8`: what is told for this role; None leaves the engine's default."""
+    value_by_role = dict([part.partition("=")[::2] for part in text.split(",")])
+    if not (all(value_by_role.values()) and value_by_role.keys() <= set(get_args(Role))):
+        raise Problem(
+            flag,
+            found=text,
+            allowed="one value, or ROLE=VALUE of prefill, decode and mixed, with commas",
+            remedy=f"pass it as {flag} prefill=bf16,decode=fp8",
+        )
+    return value_by_role.get(role)
+
+
+def require_split(value: str | None) -> None:
+    """Raises Problem before anything starts; None leaves the gateway's default, auto."""
+    if value is not None and value not in list(SplitMode):
+        raise Problem(
+            "--split",
+            found=value,
+            allowed=" or ".join(SplitMode),
+            remedy="leave it away for auto: a prompt is computed elsewhere where that pays",
+        )
 
 
 def own_cores() -> Cores:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 from gateway.cli.client import ChatReply
+from gateway.demo.landing import COARSE, FINE, SPLIT, Landing
 from gateway.ledger.requests import RequestLine
 from gateway.ledger.usage import UsageLine
 from policies.contract.wire import Usage
@@ -14,6 +16,7 @@ from policies.pricing import charge
 
 CLEAR_MARGIN = 0.15  # of the hit rate, which is cached ÷ prompt tokens
 FOUND = 0.9  # of the prompt, in the cache when a conversation comes back
+SMOOTHER = {COARSE.name: 3.0, FINE.name: 1.5}  # its time per token, p90, ÷ that of split
 QUICKER = 4.0  # cold ÷ warm time to the first token, on a machine that may be busy
 
 
@@ -190,6 +193,61 @@ def discount_row(line: RequestLine) -> dict[str, Any]:
         "discount_nano_usd": right.discount,
         "bill_nano_usd": line.charge_nano_usd,
         "balances": line.charge_nano_usd == right.full - right.discount == (by_hand + 500) // 1000,
+    }
+
+
+def landing_act(landings: Sequence[Landing]) -> Act:
+    """A prompt that lands among running streams: they wait for it, or are split from it."""
+    p90_by_way = {one.way: one.p90_ms() for one in landings}
+    *mixed, split = landings
+    claims = [
+        Claim(
+            f"p90 of a token's time {p90_by_way[way]:,.0f} → {p90_by_way[SPLIT.name]:,.0f} ms: "
+            f"better than {way} by at least {least}",
+            p90_by_way[way] >= least * p90_by_way[SPLIT.name],
+        )
+        for way, least in SMOOTHER.items()
+    ]
+    claims += [
+        Claim(
+            "the same answers, byte for byte",
+            len({one.answers() for one in landings}) == 1 and all(split.answers()),
+        ),
+        Claim(
+            f"split: {split.prompt.prefill_node} computed the prompts, {split.prompt.node} "
+            f"continued all of them",
+            all(
+                (one.path, one.node, one.prefill_node)
+                == ("split", split.prompt.node, split.prompt.prefill_node)
+                for one in (*split.streams, split.prompt)
+            )
+            and split.prompt.prefill_node not in ("", split.prompt.node),
+        ),
+        Claim(
+            "mixed: each prompt was computed and continued by one node",
+            all(
+                (reply.path, reply.prefill_node) == ("mixed", "")
+                for one in mixed
+                for reply in (*one.streams, one.prompt)
+            ),
+        ),
+    ]
+    return Act("landing", [landing_row(one) for one in landings], claims)
+
+
+def landing_row(one: Landing) -> dict[str, Any]:
+    spent = one.ms_per_token()
+    return {
+        "way": one.way,
+        "path": one.prompt.path,
+        "node": one.prompt.node,
+        "prefill_node": one.prompt.prefill_node,
+        "prompt_tokens": one.prompt.prompt_tokens,
+        "ttft_s": round(one.prompt.ttft_s, 4),
+        "streams_beside": len(one.beside),
+        "tokens_beside": len(spent),
+        "ms_per_token_p50": round(median(spent), 2),
+        "ms_per_token_p90": round(one.p90_ms(), 2),
     }
 
 

@@ -25,9 +25,11 @@ from gateway.demo.acts import (
     affinity_act,
     discount_act,
     hit_rate,
+    landing_act,
     mean_ttft_s,
     tiers_act,
 )
+from gateway.demo.landing import NUM_STREAMS, WAYS, play_landing, sparkline
 from gateway.demo.returns import FLAGS, play_returns
 from gateway.demo.scenario import (
     COMPLETION_TOKENS,
@@ -44,15 +46,13 @@ from gateway.ledger.usage import usage_by
 
 MODEL = "smollm2-135m"
 STAGGER_S = 0.03  # the first is placed before the second comes, and all before a chunk is computed
-STEP_TOKENS = 256  # short steps, so that an engine on a busy machine still reports in time
+STEPS = ("--step-tokens", "256")  # short, so that engines on a busy machine report in time
 SETTLED_S = 2.0
 BAR_CHARS = 40
-# Tiers are act 4's matter: in the first two, pages leave for good.
-NO_TIERS = (
-    *("--kv-device-tokens", str(POOL_TOKENS)),
-    *("--kv-host-mb", "0"),
-    *("--kv-disk-mb", "0"),
-)
+# Tiers are act 4's matter: before it, pages leave for good.
+NO_TIERS = ("--kv-host-mb", "0", "--kv-disk-mb", "0")
+AFFINITY_FLAGS = ("--nodes", "2", "--kv-device-tokens", str(POOL_TOKENS), *STEPS, *NO_TIERS)
+ONE_THREAD = ("--threads", "1", *NO_TIERS)
 
 ROUND_ROBIN = "round robin"
 AFFINITY = "affinity"
@@ -110,11 +110,14 @@ class Screen:
             self.console.print(f"  {mark}  {claim.text}", highlight=False)
 
 
-def run_demo(*, check: bool, as_json: bool) -> None:
-    """All acts. With check, exit 1 when a claim fails; with as_json, one object on stdout."""
+def run_demo(*, check: bool, as_json: bool, landing_tokens: int) -> None:
+    """All acts. With check, exit 1 when a claim fails; with as_json, one object on stdout.
+
+    landing_tokens: of the prompt that lands in act 3.
+    """
     screen = Screen()
     try:
-        acts = play(screen)
+        acts = play(screen, landing_tokens)
     except StackFailed as error:
         raise Problem(
             "demo",
@@ -129,8 +132,8 @@ def run_demo(*, check: bool, as_json: bool) -> None:
         raise SystemExit(FAILED)
 
 
-def play(screen: Screen) -> list[Act]:
-    """Act 1 twice on fresh nodes, act 2 from the ledger of its second half, act 4 on a third."""
+def play(screen: Screen, landing_tokens: int) -> list[Act]:
+    """Each act on fresh nodes, act 2 from the ledger of act 1's second half."""
     screen.say(
         f"{NUM_AGENTS} agents, {NUM_TURNS} turns each, one system prompt for all; 2 nodes that "
         f"hold {POOL_TOKENS:,} tokens each. All on this machine, with {MODEL}."
@@ -143,7 +146,8 @@ def play(screen: Screen) -> list[Act]:
             ledger = stack.home / LEDGER_NAME
             lines = settled(ledger, len(after))
             total = usage_by(ledger, ())[0]
-        with started(Path(folder, "returns"), {}, nodes=1, flags=FLAGS) as stack:
+        landing = show_landing(Path(folder), screen, landing_tokens)
+        with started(Path(folder, "returns"), {}, flags=("--nodes", "1", *STEPS, *FLAGS)) as stack:
             tiers = show_returns(stack, screen)
     affinity = affinity_act(before, after)
     screen.say("\nAct 1, affinity: what is already computed is found again")
@@ -156,28 +160,36 @@ def play(screen: Screen) -> list[Act]:
     screen.say("\nAct 2, discount: full price − cached discount = bill")
     show_discount(screen, discount)
     screen.verdict(discount)
+    screen.say("\nAct 3, split: a prompt that lands does not hold up who is speaking")
+    screen.verdict(landing)
     screen.say("\nAct 4, tiers: a conversation comes back from memory, from disk, from a kill")
     screen.verdict(tiers)
-    return [affinity, discount, tiers]
+    return [affinity, discount, landing, tiers]
 
 
 def started(
-    home: Path,
-    environment: dict[str, str],
-    *,
-    nodes: int = 2,
-    flags: tuple[str, ...] = NO_TIERS,
+    home: Path, environment: dict[str, str], *, flags: tuple[str, ...] = AFFINITY_FLAGS
 ) -> Stack:
-    """Nodes with small pools, cold caches and a ledger of their own, on free ports."""
-    return Stack(
-        home,
-        *("--nodes", str(nodes)),
-        *("--port", "0"),
-        *("--model", MODEL),
-        *("--step-tokens", str(STEP_TOKENS)),
-        *flags,
-        environment=environment,
+    """Nodes with cold caches and a ledger of their own, on free ports."""
+    return Stack(home, "--port", "0", "--model", MODEL, *flags, environment=environment)
+
+
+def show_landing(folder: Path, screen: Screen, prompt_tokens: int) -> Act:
+    """A line for each way: what a token took beside the prompt, from landing to first token."""
+    screen.say(
+        f"\n{NUM_STREAMS} streams run, a prompt of {prompt_tokens:,} tokens lands: ms per token "
+        f"beside it (logarithmic), until its own first token"
     )
+    landings = []
+    for way in WAYS:
+        with started(folder / way.name, way.environment, flags=(*way.flags, *ONE_THREAD)) as stack:
+            landing = play_landing(stack, way, prompt_tokens=prompt_tokens)
+        landings.append(landing)
+        screen.say(
+            f"  {way.name:>16}  {sparkline(landing)}  p90 {landing.p90_ms():6,.0f} ms; "
+            f"first token {landing.prompt.ttft_s:5.2f} s, path {landing.prompt.path}"
+        )
+    return landing_act(landings)
 
 
 def show_returns(stack: Stack, screen: Screen) -> Act:

@@ -75,6 +75,7 @@ def _failed_attempt(end: Settlement, produced: Usage) -> Attempt:
         produced.prompt_tokens,
         produced.cached_tokens,
         produced.completion_tokens,
+        end.prefill_node,
     )
 
 

@@ -45,7 +45,10 @@ class OpenRow(Struct, frozen=True):
 
 
 class Attempt(Struct, frozen=True, omit_defaults=True):
-    """One try of a request on a node that did not become its answer; its tokens are not billed."""
+    """One try of a request that did not become its answer; its tokens are not billed.
+
+    prefill_node: of a split, the other node.
+    """
 
     attempt: int
     node: str | None
@@ -53,6 +56,7 @@ class Attempt(Struct, frozen=True, omit_defaults=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    prefill_node: str | None = None
 
 
 class Settlement(Struct, frozen=True):

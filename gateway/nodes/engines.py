@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gateway.nodes.legs import Leg
 from gateway.nodes.streams import Flow
 from policies.contract.wire import EngineInfo, EngineReport, Tier
 from policies.residency import Residency
@@ -26,6 +27,7 @@ class Engine:
         self.residency = Residency(min(MAX_KEYS, most))
         self.resync_asked = False
         self.outstanding_tokens = 0  # ours, without a first token
+        self.seated_tokens = 0  # ours: prompts of flows that have not ended
         self._reports = 0
         self._reported_tokens = 0  # by the last report, less ours that were answered since
         self._fresh_tokens = 0  # ours, sent since the last report, without a first token
@@ -38,6 +40,16 @@ class Engine:
     @property
     def backlog_tokens(self) -> int:
         return max(self.outstanding_tokens, self._reported_tokens + self._fresh_tokens)
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.info.num_pages * self.info.page_size
+
+    @property
+    def context_tokens(self) -> int:
+        """Of what is in use in its pages: the greater of our own book and of what was reported."""
+        held = self.report.pages_held * self.info.page_size if self.report is not None else 0
+        return max(self.seated_tokens, held)
 
     @property
     def tokens_per_s(self) -> float:
@@ -57,7 +69,7 @@ class Engine:
         self._reported_tokens = report.uncached_tokens
         self._fresh_tokens = 0
 
-    def credit(self, flow: Flow, tokens: int) -> None:
+    def credit(self, flow: Flow | Leg, tokens: int) -> None:
         """Count a flow's uncached tokens as sent here."""
         flow.engine = self
         flow.credit = tokens
@@ -65,12 +77,23 @@ class Engine:
         self.outstanding_tokens += tokens
         self._fresh_tokens += tokens
 
-    def computed(self, flow: Flow) -> None:
+    def seat(self, flow: Flow) -> None:
+        """The flow's context lies here until it leaves."""
+        flow.seated_tokens = len(flow.dispatch.prompt)
+        self.seated_tokens += flow.seated_tokens
+
+    def leave(self, flow: Flow) -> None:
+        """The flow ended, or goes elsewhere. Idempotent."""
+        self.release(flow)
+        self.seated_tokens -= flow.seated_tokens
+        flow.seated_tokens = 0
+
+    def computed(self, flow: Flow | Leg) -> None:
         """The flow's first token came: Started comes after a chunk, this after the whole prompt."""
         self.release(flow)
         self.residency.expect(flow.keys)
 
-    def release(self, flow: Flow) -> None:
+    def release(self, flow: Flow | Leg) -> None:
         """The flow's prompt is no work now: it was computed, or the flow ended. Idempotent."""
         tokens, flow.credit = flow.credit, 0
         if tokens == 0:

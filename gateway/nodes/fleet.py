@@ -6,6 +6,7 @@ else looks. Time comes from an injected clock; `tick` does what is due.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -15,19 +16,23 @@ from importlib.resources import files
 import msgspec
 import structlog
 
+from gateway.nodes.balance import Balance
 from gateway.nodes.bundles import Assembly, BundleError, Bundles, is_digest
 from gateway.nodes.engines import Engine
 from gateway.nodes.greeting import MAX_ENGINES, find_problem, refuse_hello
+from gateway.nodes.legs import Leg
 from gateway.nodes.node import LOST_AFTER_S, SUSPECT_AFTER_S, Node
 from gateway.nodes.outbox import OUTBOX_BYTES, Outbox
+from gateway.nodes.pairs import RETRYABLE, TRANSFER_CODES, Pairs, Seat
 from gateway.nodes.placement import NoCapacity as NoCapacity  # what dispatch raises is ours too
 from gateway.nodes.placement import NoNode as NoNode
 from gateway.nodes.placement import OldNodes as OldNodes
 from gateway.nodes.placement import Placement
 from gateway.nodes.served import ServedModels
 from gateway.nodes.session import Session
-from gateway.nodes.streams import Dispatch, Flow, Lane, Stream, Waiter
+from gateway.nodes.streams import Dispatch, Flow, Lane, Stream, Try, Waiter
 from gateway.nodes.views import NodeView, Place, Residence, ServedModel, SessionView, node_view
+from policies import pairing
 from policies.contract import wire
 from policies.contract.wire import (
     BundlePart,
@@ -44,11 +49,13 @@ from policies.contract.wire import (
     PurgeResult,
     Refused,
     Report,
+    Role,
     Started,
     Step,
     UsageRecord,
     Welcome,
 )
+from policies.pairing import PairingParameters, SplitMode
 from policies.residency import event_keys
 from policies.routing import RoutingParameters, RoutingPolicy, parse_parameters
 
@@ -59,11 +66,14 @@ MAX_KNOWN_REQUESTS = 65_536
 FORGET_AFTER_S = 600.0
 TICK_S = 0.05
 MAX_TICK_GAP_S = 1.0
-RETRYABLE = frozenset({"node_draining", "engine_lost", "engine_full"})  # faults of the place
 
 
 class UnknownNode(LookupError):
     """An operator named a node that is not known."""
+
+
+class OldNode(Exception):
+    """An operator ordered a role of a node whose wire version knows none."""
 
 
 def default_parameters() -> RoutingParameters:
@@ -71,9 +81,18 @@ def default_parameters() -> RoutingParameters:
     return parse_parameters(files("policies").joinpath("defaults/routing.toml").read_text("utf-8"))
 
 
+def default_pairing() -> PairingParameters:
+    """policies/defaults/pairing.toml as it is installed."""
+    text = files("policies").joinpath("defaults/pairing.toml").read_text("utf-8")
+    return pairing.parse_parameters(text)
+
+
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """policy: see RoutingPolicy; default_models lead the list of models, in this order."""
+    """policy: see RoutingPolicy; default_models lead the list of models, in this order.
+
+    moves_roles: by load, as pairing.roles says; else only an operator does.
+    """
 
     gateway_id: str = "gateway"
     policy: RoutingPolicy = RoutingPolicy.COST
@@ -81,13 +100,17 @@ class FleetConfig:
     default_models: tuple[str, ...] = ()
     max_in_flight: int = 256  # sequences of this gateway on one node
     outbox_bytes: int = OUTBOX_BYTES
+    split: SplitMode = SplitMode.AUTO
+    pairing: PairingParameters = field(default_factory=default_pairing)
+    moves_roles: bool = False
 
 
 class Fleet:
     """Nodes, models and streams of one gateway.
 
     on_usage_record takes final usages of requests this process does not know (its predecessor's);
-    they are acknowledged once it returns. on_order_result takes a node's answers to `order`.
+    they are acknowledged once it returns. on_order_result takes a node's answers to `order`. draw:
+    so many bytes that nobody can foretell.
     """
 
     def __init__(
@@ -98,21 +121,28 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
         on_usage_record: Callable[[UsageRecord], None] = lambda record: None,
         on_order_result: Callable[[str, PinResult | PurgeResult], None] = lambda *_: None,
+        draw: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        self.config = config or FleetConfig()
+        self.config = config = config or FleetConfig()
         self.bundles = bundles
         self.skipped_frames = 0
         self._clock = clock
         self._on_usage_record = on_usage_record
         self._on_order_result = on_order_result
         self._node_by_id: dict[str, Node] = {}
-        self._served = ServedModels(self._node_by_id, bundles, self.config.default_models)
+        self._served = ServedModels(self._node_by_id, bundles, config.default_models)
+        routing = config.parameters
         self._placement = Placement(
+            self._node_by_id, self._served, config.policy, routing, config.max_in_flight
+        )
+        self.pairs = Pairs(
+            self._node_by_id, self._placement, routing, config.split, config.pairing, draw
+        )
+        self._balance = Balance(
             self._node_by_id,
             self._served,
-            self.config.policy,
-            self.config.parameters,
-            self.config.max_in_flight,
+            config.pairing.roles if config.moves_roles else None,
+            routing.fallback_tokens_per_s,
         )
         self._known_requests: OrderedDict[str, None] = OrderedDict()
         self._orphans: deque[Flow] = deque()
@@ -146,20 +176,38 @@ class Fleet:
         return Stream(flow, self)
 
     def _place(self, flow: Flow, now: float) -> None:
-        decision = self._placement.decide(flow)
-        chosen = decision.chosen.candidate
-        node = self._node_by_id[chosen.node_id]
-        engine = node.engine_by_index[chosen.engine]
-        assert node.session is not None  # its state is ready
+        plan = self.pairs.plan(flow, now, is_last=flow.attempt + 1 >= MAX_ATTEMPTS)
+        seat, prefill = plan.seat, plan.prefill
+        session = seat.node.session
+        assert session is not None  # its state is ready
         flow.attempt += 1
-        flow.tried.append(node.node_id)
-        flow.decision = decision
+        if prefill is None:
+            flow.tries.append(Try(seat.node.node_id, plan.path))
+        else:
+            source = prefill.node.node_id, prefill.engine.info
+            flow.tries.append(Try(seat.node.node_id, plan.path, *source))
+        flow.decision, flow.pairing = plan.decision, plan.pairing
         flow.cached_tokens = None
         flow.cached_by_tier = {}
         flow.prompt_logprobs = []
-        engine.credit(flow, decision.chosen.uncached_tokens)
-        node.session.submit(flow, chosen.engine, flow.deadline - now)
-        self._placement.settle_home(flow, node.node_id, now)
+        seat.engine.credit(flow, seat.uncached_tokens)
+        seat.engine.seat(flow)
+        session.submit(flow, seat.engine.info.engine, flow.deadline - now, seat.transfer)
+        if prefill is not None:
+            self._begin_leg(flow, prefill, now)
+        if plan.pairing is not None and plan.pairing.reason != "short":
+            self._balance.prompt_tokens += plan.pairing.uncached_tokens
+        self._placement.settle_home(flow, seat.node.node_id, now)
+
+    def _begin_leg(self, flow: Flow, prefill: Seat, now: float) -> None:
+        """Decode was told first, so that it usually knows who comes."""
+        session = prefill.node.session
+        assert session is not None  # as above
+        assert prefill.transfer is not None
+        flow.leg = leg = Leg(flow, prefill.node.node_id)
+        prefill.engine.credit(leg, prefill.uncached_tokens)
+        engine = prefill.engine.info.engine
+        session.submit_leg(leg, engine, flow.deadline - now, prefill.transfer)
 
     def abort(self, flow: Flow) -> None:
         """Stream.abort."""
@@ -184,6 +232,9 @@ class Fleet:
     def _stop(self, flow: Flow) -> None:
         if flow.session is not None:
             flow.session.abort(flow)
+        if flow.leg is not None:
+            flow.leg.stop()
+            flow.leg = None
 
     def _end(self, lane: Lane, end: Finished | Failed) -> None:
         flow = lane.flow
@@ -192,7 +243,10 @@ class Fleet:
         if flow.is_over:
             flow.session = None
             if flow.engine is not None:
-                flow.engine.release(flow)
+                flow.engine.leave(flow)
+            if flow.leg is not None and not flow.is_answered:
+                flow.leg.stop()  # else it has all but said that it is done
+            self.pairs.ended(flow, end)
         flow.wake()
 
     def _fail(self, flow: Flow, code: str, message: str) -> None:
@@ -202,26 +256,42 @@ class Fleet:
             if lane.end is None:
                 self._end(lane, Failed(lane.number, code, message, flow.usage(lane.produced)))
 
-    def _fault(self, flow: Flow, code: str, message: str, now: float) -> None:
-        """A place failed: try another one before the first token, else tell the reader."""
+    def _fault(
+        self, flow: Flow, code: str, message: str, now: float, *, prefill: bool = False
+    ) -> None:
+        """A place failed, or a pair: try another one before the first token, else tell the reader.
+
+        prefill: it was the prefill node's fault.
+        """
         self._stop(flow)
         if flow.engine is not None:
-            flow.engine.release(flow)
+            flow.engine.leave(flow)
         if flow.is_untouched and flow.attempt < MAX_ATTEMPTS and now < flow.deadline:
+            self.pairs.failed(flow, code, now, prefill=prefill)
             try:
                 self._place(flow, now)
             except (NoNode, NoCapacity) as error:
                 message = f"{message}; {error}"
             else:
+                self.pairs.replaced(flow)
                 log.info(
                     "redispatched",
                     request_id=flow.dispatch.request_id,
                     attempt=flow.attempt,
-                    node=flow.tried[-1],
+                    node=flow.tries[-1].node_id,
+                    prefill_node=flow.tries[-1].prefill_node,
                     code=code,
+                    why=message[:200],
                 )
                 return
         self._fail(flow, code, message)
+
+    def _leg_failed(self, leg: Leg, code: str, message: str, now: float) -> None:
+        """Before the first token decode would wait for pages that do not come."""
+        if leg.flow.is_over or leg.flow.is_answered:
+            leg.stop()
+        else:
+            self._fault(leg.flow, code, message, now, prefill=True)
 
     # --- links ------------------------------------------------------------------------------------
 
@@ -281,10 +351,13 @@ class Fleet:
         node.session = None
         node.detached_at = now
         session.outbox.close(1001, why)
-        flows = session.cut()
+        flows, legs = session.cut()
         log.warning("node_lost", node=node.node_id, why=why, streams=len(flows))
+        message = f"node {node.node_id} was lost: {why}"
         for flow in flows:
-            self._fault(flow, "node_lost", f"node {node.node_id} was lost: {why}", now)
+            self._fault(flow, "node_lost", message, now)
+        for leg in legs:
+            self._leg_failed(leg, "node_lost", message, now)
 
     def receive(self, session: Session, frame: bytes) -> None:
         """One frame of a node. What cannot be read is counted and skipped, the link stays."""
@@ -344,18 +417,25 @@ class Fleet:
                 message = f"{unread} tokens were not read; the client reads too slowly"
                 self._fail(flow, "slow_reader", message)
         for rare in step.rare:
-            match rare:
-                case Finished():
-                    if (ended := session.ended(rare)) is not None:
-                        self._end(ended, rare)
-                case Failed(_, code, message):
-                    if (ended := session.ended(rare)) is None:
-                        continue
-                    if code in RETRYABLE:
-                        self._fault(ended.flow, code, message, self._clock())
-                    else:
-                        self._end(ended, rare)
-                        self._fail(ended.flow, code, message)
+            if not isinstance(rare, Finished | Failed) or (ended := session.ended(rare)) is None:
+                continue
+            if isinstance(ended, Leg):
+                self._on_leg_end(ended, rare)
+            elif isinstance(rare, Finished):
+                self._end(ended, rare)
+            elif rare.code in RETRYABLE or rare.code in TRANSFER_CODES:
+                self._fault(ended.flow, rare.code, rare.message, self._clock())
+            else:
+                self._end(ended, rare)
+                self._fail(ended.flow, rare.code, rare.message)
+
+    def _on_leg_end(self, leg: Leg, end: Finished | Failed) -> None:
+        if isinstance(end, Failed):
+            self._leg_failed(leg, end.code, end.message, self._clock())
+        elif end.reason in ("stop", "length"):
+            leg.stop()  # decode has all
+        else:  # it ended by itself: decode must not go on with half of a prompt
+            self._leg_failed(leg, "transfer_lost", f"prefill ended: {end.reason}", self._clock())
 
     def _on_engines_changed(
         self, node: Node, session: Session, engines: tuple[EngineInfo, ...]
@@ -382,8 +462,11 @@ class Fleet:
             engine.take_report(load)
             if load.state != "down":
                 continue
+            message = f"an engine of {node.node_id} went down"
             for flow in [one for one in session.flows() if one.engine is engine]:
-                self._fault(flow, "engine_lost", f"an engine of {node.node_id} went down", now)
+                self._fault(flow, "engine_lost", message, now)
+            for leg in [one for one in session.legs.values() if one.engine is engine]:
+                self._leg_failed(leg, "engine_lost", message, now)
 
     def _on_bundle_part(self, node: Node, session: Session, part: BundlePart) -> None:
         assembly = session.assemblies.get(part.digest)
@@ -414,11 +497,12 @@ class Fleet:
             self._tick_node(node, now)
         while self._orphans:
             self.abort(self._orphans.popleft())
+        self._balance.tick(now)
 
     def _tick_node(self, node: Node, now: float) -> None:
         session = node.session
         if session is None:
-            if now - node.detached_at > FORGET_AFTER_S and not node.drained_by_operator:
+            if now - node.detached_at > FORGET_AFTER_S and not node.is_ordered:
                 del self._node_by_id[node.node_id]
             return
         session.flush_acks()
@@ -434,14 +518,26 @@ class Fleet:
 
     def drain(self, node_id: str, drain: bool) -> None:
         """Take a node out of routing, or back; it outlives reconnects. Raises UnknownNode."""
-        node = self._node_by_id.get(node_id)
-        if node is None:
-            known = ", ".join(self._node_by_id) or "none"
-            raise UnknownNode(f"node_id is {node_id!r}, known are: {known}")
+        node = self._known(node_id)
         node.drained_by_operator = drain
         self._served.forget()
         if node.session is not None:
             node.session.outbox.send_urgent(wire.encode(wire.Drain(drain)))
+
+    def set_role(self, node_id: str, role: Role) -> None:
+        """Order a node to do other work from now on: first what it has of ours ends, or DRAIN_S
+        passes. Raises UnknownNode or OldNode."""
+        node = self._known(node_id)
+        if node.wire_version < wire.SPLIT_VERSION:
+            raise OldNode(f"node {node_id} speaks wire version {node.wire_version}")
+        node.role.ask(role, self._clock())
+
+    def _known(self, node_id: str) -> Node:
+        node = self._node_by_id.get(node_id)
+        if node is None:
+            known = ", ".join(self._node_by_id) or "none"
+            raise UnknownNode(f"node_id is {node_id!r}, known are: {known}")
+        return node
 
     def places(self, *, linked: bool = True) -> list[Place]:
         """Engines of nodes that are linked, or of all that are or lately were."""

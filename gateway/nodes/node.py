@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from gateway.nodes.engines import Engine
+from gateway.nodes.roles import NodeRole
 from gateway.nodes.session import Session
 from policies.contract import wire
-from policies.contract.wire import EngineInfo, EngineReport, Hello, NodeState, Report, Role
+from policies.contract.wire import EngineInfo, EngineReport, Hello, NodeState, Report
 
 SUSPECT_AFTER_S = 5.0  # without a report: out of routing
 LOST_AFTER_S = 7.0  # without a report: its sequences fail
+Work = Literal["whole", "prefill"]  # a request, or the first half of a split one
 
 
 class Node:
@@ -16,7 +20,7 @@ class Node:
 
     def __init__(self, node_id: str) -> None:
         self.node_id = node_id
-        self.role: Role = "mixed"
+        self.role = NodeRole()
         self.epoch = -1
         self.software = ""
         self.wire_version = wire.WIRE_VERSION  # the newest that both ends speak
@@ -30,9 +34,10 @@ class Node:
         self.draining_itself = False
 
     def join(self, hello: Hello, session: Session, now: float) -> None:
-        if hello.node_epoch != self.epoch:
+        is_new_epoch = hello.node_epoch != self.epoch
+        if is_new_epoch:
             self.engine_by_index = {}
-        self.role = hello.role
+        self.role.greet(hello.role, now, is_new_epoch=is_new_epoch)
         self.epoch = hello.node_epoch
         self.software = hello.software
         self.wire_version = min(hello.version, wire.WIRE_VERSION)
@@ -64,8 +69,27 @@ class Node:
         self.reported_at = now
         self.suspect = False
         self.draining_itself = report.state == "draining"
+        if report.role is not None:
+            self.role.hear(report.role)
         pairs = [(self.engine_by_index.get(one.engine), one) for one in report.engines]
         return [(engine, one) for engine, one in pairs if engine is not None]
+
+    @property
+    def is_ordered(self) -> bool:
+        """An operator's word on it stands, and is to be remembered while the node is away."""
+        return self.drained_by_operator or self.role.order is not None
+
+    def takes(self, engine: Engine, work: Work) -> bool:
+        """Whether its role is to do such work now."""
+        if self.role.is_switching:
+            return False
+        if work == "prefill":
+            return self.role.current == "prefill" and self.splits(engine)
+        return self.role.current != "prefill"
+
+    def splits(self, engine: Engine) -> bool:
+        """Whether that engine could be half of a split."""
+        return bool(engine.info.peer) and self.wire_version >= wire.SPLIT_VERSION
 
     def state(self, *, servable: bool) -> NodeState:
         """servable: one of its engines is up and its bundle is loaded."""

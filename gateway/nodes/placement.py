@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from gateway.nodes.engines import Engine
-from gateway.nodes.node import Node
+from gateway.nodes.node import Node, Work
 from gateway.nodes.served import ServedModels
 from gateway.nodes.streams import Flow
 from policies.contract.wire import Tier
@@ -66,7 +67,7 @@ class Placement:
         self._parameters = parameters
         self._max_in_flight = max_in_flight
         self.homes = Homes(parameters.max_homes, parameters.home_idle_s)
-        self._turn = 0
+        self._turns: Counter[Work] = Counter()
 
     def find_home(self, flow: Flow, now: float) -> None:
         """Before the first attempt: where the session's last turn ran."""
@@ -79,8 +80,11 @@ class Placement:
         if key is not None:
             self.homes.settle(key, node_id, now, pages[0] if pages else None, len(pages))
 
-    def decide(self, flow: Flow) -> Decision:
-        """Raises NoNode or NoCapacity. Changes nothing but the turn of round robin."""
+    def decide(self, flow: Flow, work: Work = "whole") -> Decision:
+        """Raises NoNode or NoCapacity. Changes nothing but the turn of round robin.
+
+        Whole requests go to nodes of another role only while none of theirs is ready.
+        """
         dispatch = flow.dispatch
         served = self._served.find(dispatch.model)
         if served is None:
@@ -88,6 +92,7 @@ class Placement:
         model, digest = served.info.model, served.info.bundle_digest
         engines: dict[tuple[str, int], Engine] = {}
         candidates: list[Candidate] = []
+        others: list[Candidate] = []
         for node in self._node_by_id.values():
             for engine in node.engine_by_index.values():
                 info = engine.info
@@ -98,13 +103,17 @@ class Placement:
                     digest,
                     dispatch.compute,
                 ):
-                    candidates.append(self._candidate(node, engine, flow))
+                    takers = candidates if node.takes(engine, work) else others
+                    takers.append(self._candidate(node, engine, flow))
                     engines[node.node_id, info.engine] = engine
+        if work == "whole" and others and not any(map(_is_routable, candidates)):
+            candidates, others = [*candidates, *others], []
         if not candidates:
             raise NoNode(dispatch.model)
         kept, rejected = filter_candidates(candidates)
+        rejected += [(one.node_id, "role") for one in others]
         if not kept:
-            routable = [one for one in candidates if one.state == "ready" and one.engine_ready]
+            routable = list(filter(_is_routable, candidates))
             if routable and not any(one.speaks for one in routable):
                 raise OldNodes(dispatch.model)
             raise NoCapacity(dispatch.model, retry_after_s(routable, self._parameters))
@@ -115,8 +124,8 @@ class Placement:
             has_affinity_key=dispatch.affinity_key is not None,
         )
         if self._policy is RoutingPolicy.ROUND_ROBIN:
-            self._turn += 1
-            return pick_in_turn(kept, wanted, rejected, self._turn - 1)
+            self._turns[work] += 1
+            return pick_in_turn(kept, wanted, rejected, self._turns[work] - 1)
 
         most = max(0, wanted.prompt_tokens - 1) // served.info.page_size
         shared = _shared_depths(engines.values(), flow.keys)
@@ -139,7 +148,7 @@ class Placement:
             state=node.state(servable=True),  # its engine is asked below
             engine_ready=self._served.is_servable(engine),
             speaks=node.wire_version >= flow.dispatch.sampling.least_version,
-            tried=node.node_id in flow.tried,
+            tried=node.node_id in flow.faulty,
             in_flight=in_flight,
             max_in_flight=self._max_in_flight,
             overloaded=session is not None and not session.outbox.has_room(),
@@ -148,7 +157,11 @@ class Placement:
         )
 
 
-def _stores(engine: Engine) -> list[Store]:
+def _is_routable(candidate: Candidate) -> bool:
+    return candidate.state == "ready" and candidate.engine_ready
+
+
+def stores(engine: Engine) -> list[Store]:
     """Those that others fill too, fastest first: the memory of a machine's engines, and the cluster
     store, where engines find pages of their own kind."""
     info, works = engine.info, engine.fetch_rates
@@ -165,7 +178,7 @@ def _shared_depths(engines: Iterable[Engine], keys: Sequence[bytes]) -> dict[Sto
     interchangeable model."""
     depths: dict[Store, int] = {}
     for engine in engines:
-        for store in _stores(engine):
+        for store in stores(engine):
             for _, depth in engine.residency.reach(keys, store[:1]):
                 depths[store] = max(depth, depths.get(store, 0))
     return depths
@@ -182,7 +195,7 @@ def _reach(
     info = engine.info
     rates = engine.fetch_rates
     pages = engine.residency.reach(keys, ("device", *rates))
-    pages += [(store[0], shared.get(store, 0)) for store in _stores(engine)]
+    pages += [(store[0], shared.get(store, 0)) for store in stores(engine)]
     pages.sort(key=lambda run: TIERS.index(run[0]))
     return [
         Reach(

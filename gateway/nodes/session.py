@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gateway.nodes.bundles import Assembly
+from gateway.nodes.legs import Leg
 from gateway.nodes.outbox import Outbox
 from gateway.nodes.streams import MAX_UNREAD_TOKENS, Flow, Lane
 from policies.contract import wire
@@ -13,6 +14,7 @@ from policies.contract.wire import (
     FinishLane,
     Logprobs,
     PromptLogprobs,
+    Role,
     Started,
     Step,
 )
@@ -24,8 +26,9 @@ MAX_ACKS_A_FRAME = 1024
 class Session:
     """A lane is free again only after the node's terminal event for it.
 
-    live: number → lane that still takes tokens; ending: number → (request_id, attempt) of lanes
-    that ended here while the node does not know yet. Frames for other lanes are late and ignored.
+    live: number → lane that still takes tokens; legs: number → prefill half of a split, which takes
+    none; ending: number → (request_id, attempt) of lanes that ended here while the node does not
+    know yet. Frames for other lanes are late and ignored.
     """
 
     def __init__(self, *, node_id: str, opened_at: float, outbox: Outbox) -> None:
@@ -33,6 +36,7 @@ class Session:
         self.opened_at = opened_at
         self.outbox = outbox
         self.live: dict[int, Lane] = {}
+        self.legs: dict[int, Leg] = {}
         self.ending: dict[int, tuple[str, int]] = {}
         self.assemblies: dict[str, Assembly] = {}  # bundles asked for on this link
         self.late_tokens = 0
@@ -45,31 +49,56 @@ class Session:
     @property
     def in_flight(self) -> int:
         """Sequences the node may still be busy with."""
-        return len(self.live) + len(self.ending)
+        return len(self.live) + len(self.legs) + len(self.ending)
 
     def flows(self) -> list[Flow]:
         """Those with a live lane."""
         return list(dict.fromkeys([lane.flow for lane in self.live.values()]))
 
-    def submit(self, flow: Flow, engine: int, deadline_s: float) -> None:
-        """Give the flow's lanes their numbers and queue its Submit."""
+    def submit(
+        self, flow: Flow, engine: int, deadline_s: float, transfer: bytes | None = None
+    ) -> None:
+        """Give the flow's lanes their numbers and queue its Submit. transfer: how its prompt comes
+        from elsewhere."""
         for lane in flow.lanes:
             lane.number = self._take_number()
             self.live[lane.number] = lane
         flow.session = self
+        numbers = tuple([lane.number for lane in flow.lanes])
+        role: Role = "mixed" if transfer is None else "decode"
+        self._send_submit(flow, engine, numbers, deadline_s, role, transfer)
+
+    def submit_leg(self, leg: Leg, engine: int, deadline_s: float, transfer: bytes) -> None:
+        """The same for the half that computes the prompt and tells nothing of it here."""
+        leg.number = self._take_number()
+        self.legs[leg.number] = leg
+        leg.session = self
+        self._send_submit(leg.flow, engine, (leg.number,), deadline_s, "prefill", transfer)
+
+    def _send_submit(
+        self,
+        flow: Flow,
+        engine: int,
+        numbers: tuple[int, ...],
+        deadline_s: float,
+        role: Role,
+        transfer: bytes | None,
+    ) -> None:
         dispatch = flow.dispatch
         message = wire.Submit(
             request_id=dispatch.request_id,
             attempt=flow.attempt,
             engine=engine,
-            lanes=tuple([lane.number for lane in flow.lanes]),
+            lanes=numbers,
             prompt=wire.pack_ids(dispatch.prompt),
             salt=dispatch.salt,
             sampling=dispatch.sampling,
             deadline_s=deadline_s,
+            role=role,
+            transfer=transfer,
             retention_s=dispatch.retention_s,
         )
-        self.outbox.send_submit(flow.lanes[0].number, wire.encode(message))
+        self.outbox.send_submit(numbers[0], wire.encode(message))
 
     def _take_number(self) -> int:
         if self._free:
@@ -92,6 +121,15 @@ class Session:
             for lane in live:
                 self._leave(lane)
             self.outbox.send_urgent(wire.encode(Abort(tuple([lane.number for lane in live]))))
+
+    def abort_leg(self, leg: Leg) -> None:
+        """As abort, of a leg that lives here."""
+        del self.legs[leg.number]
+        if self.outbox.withdraw(leg.number):
+            self._free.append(leg.number)
+        else:
+            self.ending[leg.number] = (leg.flow.dispatch.request_id, leg.attempt)
+            self.outbox.send_urgent(wire.encode(Abort((leg.number,))))
 
     def finish(self, lane: Lane, keep: int) -> None:
         """Tell the node to end one lane, on which tokens came, and bill keep of them."""
@@ -117,11 +155,8 @@ class Session:
                 others.append(lane)
             else:
                 first.append(lane)
-                flow = lane.flow
-                if not flow.is_answered:
-                    flow.is_answered = True
-                    if flow.engine is not None:
-                        flow.engine.computed(flow)
+                if not lane.flow.is_answered:
+                    lane.flow.answered()
             lane.produced += 1
         if others:
             start = step.step % len(others)
@@ -161,8 +196,8 @@ class Session:
         elif event.start == len(lane.flow.prompt_logprobs) + 1:  # else told twice, or out of order
             lane.flow.prompt_logprobs += event.entries
 
-    def ended(self, event: Finished | Failed) -> Lane | None:
-        """The node's terminal event: the number is free. Returns the lane if it was still live."""
+    def ended(self, event: Finished | Failed) -> Lane | Leg | None:
+        """The node's terminal event: the number is free. Returns who had it, if still here."""
         number = event.lane
         lane = self.live.get(number)
         if lane is not None:
@@ -170,6 +205,12 @@ class Session:
             self._release(lane)
             self._count_tiers(lane, event.usage)
             return lane
+        leg = self.legs.pop(number, None)
+        if leg is not None:
+            leg.session = None
+            self.acknowledge(leg.flow.dispatch.request_id, leg.attempt, number)
+            self._free.append(number)
+            return leg
         record = self.ending.pop(number, None)
         if record is None:
             self.late_tokens += 1
@@ -198,14 +239,17 @@ class Session:
             self.outbox.send_urgent(wire.encode(message))
             self._acks, self._acked_lanes = [], []
 
-    def cut(self) -> list[Flow]:
-        """The link is gone: forget all lanes and return the flows that had live ones."""
-        flows = self.flows()
+    def cut(self) -> tuple[list[Flow], list[Leg]]:
+        """The link is gone: forget all lanes; the flows that had live ones, and the legs."""
+        flows, legs = self.flows(), list(self.legs.values())
         self.live.clear()
+        self.legs.clear()
         self.ending.clear()
         for flow in flows:
             flow.session = None
-        return flows
+        for leg in legs:
+            leg.session = None
+        return flows, legs
 
     def _leave(self, lane: Lane) -> None:
         del self.live[lane.number]

@@ -10,20 +10,23 @@ import asyncio
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from msgspec import Struct
 
 from policies.contract.wire import EngineInfo, Failed, Finished, Sampling, TokenLogprob, Usage
+from policies.pairing import Pairing
 from policies.routing import Affinity, Decision
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from gateway.nodes.engines import Engine
+    from gateway.nodes.legs import Leg
     from gateway.nodes.session import Session
 
 MAX_UNREAD_TOKENS = 4096  # of one lane
+FleetPath = Literal["mixed", "split", "bypass"]  # a RequestPath of our own nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,15 @@ class Lane:
         return Burst(self.index, tokens, self.end, logprobs)
 
 
+class Try(NamedTuple):
+    """Where one attempt of a request ran. prefill_node, prefill_info: of a split."""
+
+    node_id: str
+    path: FleetPath
+    prefill_node: str | None = None
+    prefill_info: EngineInfo | None = None
+
+
 class Flow:
     """The mutable state of one request; `place` fields change when it is redispatched."""
 
@@ -133,15 +145,20 @@ class Flow:
         "decision",
         "dispatch",
         "engine",
+        "faulty",
         "home",
         "is_answered",
         "keys",
         "lanes",
+        "leg",
         "num_live",
+        "pairing",
         "prompt_logprobs",
         "queue_s",
+        "seated_tokens",
         "session",
-        "tried",
+        "stays_on",
+        "tries",
         "waiter",
     )
 
@@ -160,13 +177,18 @@ class Flow:
         self.queue_s = 0.0
         self.cached_by_tier: dict[str, int] = {}
         self.attempt = 0
-        self.tried: list[str] = []  # node ids in order, this one last
+        self.tries: list[Try] = []  # in order, this one last
+        self.faulty: set[str] = set()  # nodes that failed it
+        self.stays_on: str | None = None  # the node that has part of its prompt from a failed pair
         self.home: str | None = None  # before this request
         self.decision: Decision | None = None
+        self.pairing: Pairing | None = None  # of a fleet of several roles
         self.session: Session | None = None
         self.engine: Engine | None = None
+        self.leg: Leg | None = None  # who computes the prompt, where that is another node
         self.credit = 0
         self.credit_report = 0
+        self.seated_tokens = 0  # of context, counted on the engine until the flow leaves it
 
     @property
     def is_over(self) -> bool:
@@ -179,8 +201,25 @@ class Flow:
         return not self.is_answered and self.num_live == len(self.lanes)
 
     @property
+    def tried(self) -> list[str]:
+        """The nodes of all attempts in order."""
+        return [one.node_id for one in self.tries]
+
+    @property
+    def num_splits(self) -> int:
+        return sum([one.prefill_node is not None for one in self.tries])
+
+    @property
     def produced(self) -> int:
         return sum([lane.produced for lane in self.lanes])
+
+    def answered(self) -> None:
+        """The first token came: the prompt is computed, wherever that was."""
+        self.is_answered = True
+        if self.engine is not None:
+            self.engine.computed(self)
+        if self.leg is not None:
+            self.leg.computed()
 
     def take(self) -> list[Burst]:
         """All that is unread, lane by lane; empty when there is nothing and more may come."""
@@ -222,12 +261,22 @@ class Stream:
     @property
     def node_id(self) -> str:
         """The node that serves it now; settled once the first token came."""
-        return self._flow.tried[-1]
+        return self._flow.tries[-1].node_id
 
     @property
-    def tried(self) -> tuple[str, ...]:
-        """The nodes of all attempts, in order."""
-        return tuple(self._flow.tried)
+    def path(self) -> FleetPath:
+        """How it runs now; settled once the first token came."""
+        return self._flow.tries[-1].path
+
+    @property
+    def prefill_node(self) -> str | None:
+        """The node that computes the prompt for node_id; None where that is the same."""
+        return self._flow.tries[-1].prefill_node
+
+    @property
+    def tries(self) -> tuple[Try, ...]:
+        """Where all attempts ran, in order."""
+        return tuple(self._flow.tries)
 
     @property
     def attempt(self) -> int:
@@ -243,6 +292,16 @@ class Stream:
     @property
     def affinity(self) -> Affinity:
         return self.decision.affinity
+
+    @property
+    def pairing(self) -> Pairing | None:
+        """Why it is split or not; None in a fleet of mixed nodes."""
+        return self._flow.pairing
+
+    @property
+    def prefill_info(self) -> EngineInfo | None:
+        """The engine that computes the prompt, of a split."""
+        return self._flow.tries[-1].prefill_info
 
     @property
     def info(self) -> EngineInfo:

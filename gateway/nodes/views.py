@@ -77,7 +77,10 @@ class SessionView(Struct, frozen=True):
 
 
 class NodeView(Struct, frozen=True):
-    """One row of the admin's list of nodes; ages in seconds."""
+    """One row of the admin's list of nodes; ages in seconds.
+
+    role: as the node says; next_role: what it will be once it has drained.
+    """
 
     node_id: str
     state: NodeState
@@ -91,6 +94,7 @@ class NodeView(Struct, frozen=True):
     queued_bytes: int
     late_tokens: int
     skipped_frames: int
+    next_role: Role | None = None
 
 
 def node_view(node: Node, state: NodeState, bundles: Bundles, now: float) -> NodeView:
@@ -99,7 +103,7 @@ def node_view(node: Node, state: NodeState, bundles: Bundles, now: float) -> Nod
     return NodeView(
         node_id=node.node_id,
         state=state,
-        role=node.role,
+        role=node.role.current,
         epoch=node.epoch,
         software=node.software,
         engines=tuple(_engine_view(one, bundles) for one in node.engine_by_index.values()),
@@ -109,6 +113,7 @@ def node_view(node: Node, state: NodeState, bundles: Bundles, now: float) -> Nod
         queued_bytes=session.outbox.size_bytes if session is not None else 0,
         late_tokens=session.late_tokens if session is not None else 0,
         skipped_frames=session.skipped_frames if session is not None else 0,
+        next_role=node.role.order if node.role.is_switching else None,
     )
 
 

@@ -169,6 +169,7 @@ class EngineReport(Struct, frozen=True, array_like=True):
     integrity_faults: int = 0
     charged_pages: int = 0  # as in TierReport, of the device
     quota_breaches: int = 0  # device pages within a quota that others needed all the same
+    import_bytes_per_s: float = 0.0  # of pages that peers brought, measured; 0 until it was
 
 
 class PageStored(Struct, frozen=True, array_like=True, tag="stored"):

@@ -112,6 +112,8 @@ def test_every_command_answers_in_json_and_as_a_table(
     assert ask("drain", "n1") == {"node_id": "n1", "draining": True}
     assert "draining" in table("nodes")
     assert "chosen again" in table("undrain", "n1")
+    assert ask("role", "n1", "mixed") == {"node_id": "n1", "role": "mixed", "next_role": None}
+    assert table("role", "n1", "mixed") == "n1 is mixed\n"
 
     prompt = tmp_path / "request.json"
     prompt.write_text(json.dumps({"prompt": "x" * 99, "temperature": 0, "model": "ignored"}))
@@ -143,6 +145,8 @@ def test_every_command_answers_in_json_and_as_a_table(
         (("request", "nothing"), "request", 1),
         (("keys", "revoke", "nobody"), "key", 1),
         (("drain", "n7"), "node", 1),
+        (("role", "n7", "mixed"), "node", 1),
+        (("role", "n1", "verify"), "role", 2),
         (("sessions", "x", "--model", "tiny"), "session", 1),
         (("sessions",), "VALUE", 2),
         (("purge", "nobody"), "tenant", 1),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from itertools import accumulate
 
 import pytest
 from msgspec.structs import replace
@@ -16,9 +18,12 @@ from gateway.demo.acts import (
     affinity_act,
     discount_act,
     hit_rate,
+    landing_act,
     tiers_act,
 )
+from gateway.demo.landing import COARSE, FINE, SPLIT, Landing, sparkline
 from gateway.demo.returns import stranger
+from gateway.demo.stack import StackFailed
 from gateway.ledger.requests import RequestLine
 from gateway.ledger.usage import UsageLine
 from policies.contract.wire import Usage
@@ -27,8 +32,24 @@ from policies.pricing import Rates, charge
 RATES = Rates(20_000, 4_000, 40_000)
 
 
+REPLY = ChatReply(
+    request_id="r",
+    node="n1",
+    prefill_node="",
+    path="mixed",
+    affinity="hit",
+    text="yes",
+    prompt_tokens=1000,
+    cached_tokens=0,
+    completion_tokens=8,
+    started_at=100.0,
+    pieces_at=(100.5,),
+    total_s=0.7,
+)
+
+
 def reply(request_id: str, node: str, cached: int) -> ChatReply:
-    return ChatReply(request_id, node, "hit", "yes", 1000, cached, 8, 0.5, 0.7)
+    return dataclasses.replace(REPLY, request_id=request_id, node=node, cached_tokens=cached)
 
 
 def turns(routing: str, cached: int, node_of: Callable[[int, int], str]) -> list[Turn]:
@@ -140,7 +161,8 @@ def test_each_turn_resends_the_one_before_it() -> None:
 
 def came_back(tier: str, ttft_s: float, tiers: dict[str, int], text: str = "yes") -> Return:
     cached = sum(tiers.values())
-    told = ChatReply(tier, "n1", "hit", text, 1000, cached, 8, ttft_s, ttft_s + 1)
+    spoke_at = REPLY.started_at + ttft_s
+    told = dataclasses.replace(REPLY, text=text, cached_tokens=cached, pieces_at=(spoke_at,))
     return Return(tier, told, tiers)
 
 
@@ -187,3 +209,72 @@ def test_the_stranger_is_as_long_and_shares_no_beginning() -> None:
     assert [one["role"] for one in other] == [one["role"] for one in own]
     assert len(other[0]["content"]) == len(own[0]["content"])
     assert other[0]["content"][:20] != own[0]["content"][:20]
+
+
+def streamed(node: str, prefill_node: str, begin: float, gaps_s: list[float]) -> ChatReply:
+    return dataclasses.replace(
+        REPLY,
+        node=node,
+        prefill_node=prefill_node,
+        path="split" if prefill_node else "mixed",
+        pieces_at=tuple(accumulate(gaps_s, initial=begin)),
+    )
+
+
+def landed(way: str, *, wait_s: float, text: str = "yes") -> Landing:
+    """A prompt lands at 100 and speaks at 110; a token that does not wait for it takes 1/64 s."""
+    quick, prefill = 1 / 64, "n2" if way == SPLIT.name else ""
+    waits = [quick] * 32 + [wait_s] * int(9 / wait_s) + [quick] * 64
+    beside = streamed("n1", prefill, 99.5, waits)
+    elsewhere = beside if prefill else streamed("n2", "", 99.5, [quick] * 600)
+    prompt = dataclasses.replace(streamed("n1", prefill, 110.0, [quick] * 7), text=text)
+    return Landing(way, (beside, elsewhere, beside, elsewhere), prompt)
+
+
+LANDED = [
+    landed(COARSE.name, wait_s=1.0),
+    landed(FINE.name, wait_s=0.5),
+    landed(SPLIT.name, wait_s=1 / 64),
+]
+
+
+def test_a_prompt_that_lands_holds_up_the_streams_beside_it_and_no_others() -> None:
+    act = landing_act(LANDED)
+    assert act.ok, act.claims
+    assert [row["ms_per_token_p90"] for row in act.rows] == [1000, 500, 15.62]
+    assert [row["streams_beside"] for row in act.rows] == [2, 2, 4]
+    assert [row["ttft_s"] for row in act.rows] == [10, 10, 10]
+
+
+@pytest.mark.parametrize(
+    ("place", "worse"),
+    [
+        (0, landed(COARSE.name, wait_s=1 / 32)),  # hardly held up
+        (1, landed(FINE.name, wait_s=1 / 64)),
+        (2, landed(SPLIT.name, wait_s=0.5)),  # held up all the same
+        (2, landed(SPLIT.name, wait_s=1 / 64, text="no")),  # another answer
+        (2, landed("whole on one node", wait_s=1 / 64)),
+    ],
+)
+def test_landing_fails_where_split_is_no_smoother_not_split_or_says_something_else(
+    place: int, worse: Landing
+) -> None:
+    named = dataclasses.replace(worse, way=LANDED[place].way)
+    assert not landing_act([*LANDED[:place], named, *LANDED[place + 1 :]]).ok
+
+
+def test_a_prompt_that_met_no_stream_is_no_measure() -> None:
+    alone = dataclasses.replace(LANDED[0], streams=(LANDED[0].streams[1],))
+    with pytest.raises(StackFailed, match="no stream"):
+        alone.p90_ms()
+
+
+def test_a_spark_is_higher_for_each_doubling_and_blank_where_nobody_speaks() -> None:
+    assert [sparkline(one) for one in LANDED] == [
+        "▇" * 36 + "▁" * 4,
+        "▆" * 36 + "▁" * 4,
+        "▁" * 40,
+    ]
+    (stream, *_), quiet_from = LANDED[2].streams, 500
+    ended = dataclasses.replace(stream, pieces_at=stream.pieces_at[:quiet_from])
+    assert sparkline(dataclasses.replace(LANDED[2], streams=(ended,))) == "▁" * 29 + " " * 11

@@ -60,6 +60,57 @@ def test_nodes_are_named_and_share_the_cores() -> None:
     assert [flag(node, "--threads") for node in fixed.nodes] == ["7", "7", "7"]
 
 
+def test_prefill_and_decode_nodes_have_their_roles_and_share_the_cores() -> None:
+    given = options(num_prefill=2, num_decode=1, split="always")
+    plan = plan_serve(given, port=1, link_port=2, admin_port=3)
+    assert [(node.name, flag(node, "--role")) for node in plan.nodes] == [
+        ("n1", "prefill"),
+        ("n2", "prefill"),
+        ("n3", "decode"),
+    ]
+    mixed = plan_serve(options(num_nodes=3), port=1, link_port=2, admin_port=3)
+    assert {flag(node, "--threads") for node in plan.nodes} == {
+        flag(node, "--threads") for node in mixed.nodes
+    }
+    assert flag(plan.gateway, "--split") == "always"
+    assert "--split" not in mixed.gateway.arguments
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"num_nodes": 0}, "--nodes"),
+        ({"num_nodes": 1, "num_prefill": 1, "num_decode": 1}, "--nodes"),
+        ({"num_prefill": 1}, "--decode"),
+        ({"num_decode": 1}, "--prefill"),
+        ({"num_prefill": 0, "num_decode": 1}, "--prefill"),
+        ({"num_prefill": 1, "num_decode": -1}, "--decode"),
+        ({"engine_flags": ("--kv-dtype", "decoder=fp8")}, "--kv-dtype"),
+        ({"engine_flags": ("--dtype", "prefill=")}, "--dtype"),
+    ],
+)
+def test_what_no_fleet_can_be_is_refused(changes: dict[str, object], field: str) -> None:
+    with pytest.raises(Problem) as caught:
+        plan_serve(options(**changes), port=1, link_port=2, admin_port=3)
+    assert caught.value.field == field
+
+
+def test_a_precision_may_be_given_for_each_role() -> None:
+    flags = ("--kv-dtype", "prefill=bf16,decode=int8", "--dtype", "decode=fp32", "--device", "cpu")
+    given = options(num_prefill=1, num_decode=1, engine_flags=flags)
+    prefill, decode = plan_serve(given, port=1, link_port=2, admin_port=3).nodes
+    assert (flag(prefill, "--kv-dtype"), flag(decode, "--kv-dtype")) == ("bf16", "int8")
+    assert "--dtype" not in prefill.arguments
+    assert flag(decode, "--dtype") == "fp32"
+    assert flag(prefill, "--device") == flag(decode, "--device") == "cpu"
+
+
+def test_a_way_to_split_that_nobody_knows_starts_nothing(tmp_path: Path) -> None:
+    told = CliRunner().invoke(app, ["serve", "--home", str(tmp_path), "--split", "sometimes"])
+    assert isinstance(told.exception, Problem)
+    assert told.exception.field == "--split"
+
+
 def test_no_secret_is_on_a_command_line() -> None:
     plan = plan_serve(options(), port=1, link_port=2, admin_port=3)
     for launch in (plan.gateway, *plan.nodes):

@@ -416,6 +416,19 @@ async def test_a_gateway_drains_a_node_and_wakes_it(start_node: StartNode) -> No
         assert gateway.of(wire.Report)[-1].state == "ready"
 
 
+async def test_a_role_is_set_told_and_kept_over_a_cut_link(start_node: StartNode) -> None:
+    async with FakeGateway().listening() as gateway, start_node(gateway).running():
+        await gateway.engines()
+        assert (await gateway.first(wire.Hello)).role == "mixed"
+        assert (await gateway.first(wire.Report)).role == "mixed"
+        await gateway.send(submit("r", "slow"), wire.SetRole("prefill"))
+        await until(lambda: gateway.of(wire.Report)[-1].role == "prefill", "the role")
+        await until(lambda: gateway.tokens(0), "what runs goes on")
+        gateway.cut()
+        await until(lambda: gateway.links == 2 and gateway.of(wire.Hello), "another Hello")
+        assert gateway.of(wire.Hello)[0].role == "prefill"
+
+
 async def test_stopping_finishes_what_runs(start_node: StartNode) -> None:
     async with FakeGateway().listening() as gateway, start_node(gateway).running() as node:
         await gateway.engines()

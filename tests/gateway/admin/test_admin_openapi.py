@@ -91,6 +91,7 @@ def test_every_answer_is_what_its_document_says(gateway, admin, chat) -> None:
     bodies = {
         "/admin/v1/keys": {"name": "schema-2"},
         "/admin/v1/keys/{key}": {"name": "schema-3"},
+        "/admin/v1/nodes/{node}/role": {"role": "mixed"},
         "/admin/v1/prefixes": {"name": "schema", "model": "tiny", "prompt": "x" * 40},
         "/admin/v1/session-lookup": {"value": "conversation-9", "model": "tiny"},
     }

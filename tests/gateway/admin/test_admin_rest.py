@@ -304,6 +304,39 @@ def test_a_node_is_shown_drained_and_taken_back(gateway, admin) -> None:
         assert "n1" in refused(lost, 404, "node_not_found", "node")["remedy"]
 
 
+def test_a_node_is_given_a_role(gateway, admin) -> None:
+    for role, told in (("mixed", None), ("decode", "decode")):
+        answer = admin.post("/admin/v1/nodes/n1/role", json={"role": role})
+        assert answer.status_code == (202 if told else 200)
+        assert answer.json() == {"node_id": "n1", "role": "mixed", "next_role": told}
+    deadline = time.monotonic() + 10
+    while (node := admin.get("/admin/v1/nodes/n1").json())["role"] != "decode":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert node["next_role"] is None
+    admin.post("/admin/v1/nodes/n1/role", json={"role": "mixed"})
+    while admin.get("/admin/v1/nodes/n1").json()["role"] != "mixed":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_role_that_cannot_be_is_refused(gateway, admin) -> None:
+    path = "/admin/v1/nodes/n1/role"
+    refused(admin.post(path, json={"role": "verify"}), 400, "invalid_request", "role")
+    refused(admin.post(path, json={}), 400, "invalid_request", "role")
+    refused(admin.post(path), 400, "missing_body", "body")
+    lost = admin.post("/admin/v1/nodes/n7/role", json={"role": "mixed"})
+    assert "n1" in refused(lost, 404, "node_not_found", "node")["remedy"]
+
+
+def test_a_node_that_knows_no_roles_is_refused_one(start, tmp_path) -> None:
+    with start(tmp_path, wire_version=3) as old, old.client() as client:
+        client.headers["authorization"] = f"Bearer {old.services.home.admin_token}"
+        url = f"{old.addresses.admin_url}/admin/v1/nodes/n1/role"
+        told = refused(client.post(url, json={"role": "prefill"}), 400, "unsupported", "node")
+        assert "wire version 3" in told["found"]
+
+
 def test_prices_are_the_table_in_force(gateway, admin) -> None:
     told = admin.get("/admin/v1/prices").json()
     table = gateway.services.prices

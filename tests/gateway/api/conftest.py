@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import StringIO
@@ -30,7 +30,7 @@ from gateway.ledger.files import LEDGER_NAME
 from gateway.ledger.verify import verify
 from gateway.services import Services
 from gateway.telemetry import make_log
-from policies.contract.wire import WIRE_VERSION, Compute
+from policies.contract.wire import WIRE_VERSION, Compute, Role
 
 KEY = "test-key-0123456789abcdef"
 ROOT = Path(__file__).parents[3]
@@ -157,8 +157,9 @@ def start_gateway(
     models: Any = None,
     wire_version: int = WIRE_VERSION,
     compute: Compute = "exact",
+    roles: Sequence[Role] = (),
 ) -> Iterator[RunningGateway]:
-    """Up to ready, and down again with nothing left behind."""
+    """Up to ready, and down again with nothing left behind. roles: of n1, n2 and so on."""
     config = msgspec.structs.replace(config, home=str(home))
     ready: list[RunningGateway] = []
     failed: list[BaseException] = []
@@ -170,10 +171,12 @@ def start_gateway(
         ended = asyncio.Event()
         async with build(config, api_keys=(KEY, OTHER_KEY), log=make_log(log)) as services:
             made = {}
-            for number in range(1, nodes + 1):
+            handovers: dict[bytes, int] = {}
+            for number, role in enumerate(roles or ["mixed"] * nodes, start=1):
                 node = scripted_node.ScriptedNode(
                     f"n{number}", wire_version=wire_version, compute=compute
                 )
+                node.role, node.handovers = role, handovers
                 if models is not None:
                     node.models = models
                 made[node.node_id] = node
@@ -182,7 +185,7 @@ def start_gateway(
                     asyncio.create_task(node.run(addresses.link_url, services.home.join_token))
                     for node in made.values()
                 ]
-                await _nodes_ready(services, nodes)
+                await _nodes_ready(services, len(made))
                 ready.append(
                     RunningGateway(
                         services,

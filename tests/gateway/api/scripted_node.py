@@ -5,7 +5,8 @@ a lane's tokens each, instead, "times": n, "delay_s": before each step, "first_s
 "step": tokens a frame or a list of such numbers, which take turns, "fail_after":
 tokens, "fail": code, "fail_lane": only this one, "wait_lane": ends only when told to, "cut_after":
 tokens, "cut_attempts": attempts that are cut, of any number, "forget": its pages do not stay,
-"tiers": slower tiers, fastest first, and the tokens of a hit that each held}.
+"tiers": slower tiers, fastest first, and the tokens of a hit that each held, "transfers_lost": of
+so many attempts that are split decode gets nothing}.
 Anything else is answered with "ok". A token is a byte, so counts are easy to foretell.
 Log probabilities are made up by `logprob_of`.
 """
@@ -115,6 +116,9 @@ class ScriptedNode:
     pages_by_salt: dict[bytes, int] = field(default_factory=dict)  # what a purge finds
     obeys: bool = True  # else it answers no order
     rules: list[tuple[str, dict[str, object]]] = field(default_factory=list)  # before messages
+    role: wire.Role = "mixed"
+    handovers: dict[bytes, int] = field(default_factory=dict)  # all nodes': cached by transfer_id
+    kv_precision: str = "bf16"
 
     def _rule(self, text: str) -> dict[str, object]:
         """The script of the first rule whose words are in the prompt."""
@@ -154,17 +158,18 @@ class ScriptedNode:
                 layout_id="test",
                 weights_digest="0" * 64,
                 weights_precision="q4_1",
-                kv_precision="bf16",
+                kv_precision=self.kv_precision,
                 compute=self.compute,
                 step_tokens=512,
                 prefill_tokens_per_s=10_000.0,
                 aliases=("tiny-alias",) if name == "tiny" else (),
+                peer=f"{self.node_id}:1",
             )
             for index, (name, bundle) in enumerate(self.models.items())
         )
         await socket.send(
             wire.encode(
-                wire.Hello(self.wire_version, 1, self.node_id, epoch, "mixed", infos, "scripted")
+                wire.Hello(self.wire_version, 1, self.node_id, epoch, self.role, infos, "scripted")
             )
         )
         welcome = wire.decode_from_gateway(await socket.recv())
@@ -192,7 +197,8 @@ class ScriptedNode:
                 loads = tuple(
                     wire.EngineReport(i, "ready", pages_pinned=pinned) for i in range(engines)
                 )
-                await socket.send(wire.encode(wire.Report(epoch, sequence, "ready", loads)))
+                report = wire.Report(epoch, sequence, "ready", loads, role=self.role)
+                await socket.send(wire.encode(report))
                 await asyncio.sleep(0.5)
 
     async def _receive(self, socket: ClientConnection, message: object) -> None:
@@ -214,6 +220,8 @@ class ScriptedNode:
                 self.orders.append(message)
                 if self.obeys:
                     await self._obey(socket, message)
+            case wire.SetRole(role):
+                self.role = role
             case wire.Abort(lanes):
                 for lane in lanes:
                     if lane in self.by_lane:  # else its end and the Abort crossed
@@ -270,15 +278,27 @@ class ScriptedNode:
         lane = served.submit.lanes[index]
         script = self._rule(served.text) or _script(served.text)
         await asyncio.sleep(float(script.get("first_s", 0)))
-        engine, sampling = served.submit.engine, served.submit.sampling
+        submit, lost = served.submit, int(script.get("transfers_lost", 0))
+        engine, sampling = submit.engine, submit.sampling
         cached = self._cached(ids)
+        if submit.transfer is not None:
+            transfer_id = wire.decode_transfer(submit.transfer).transfer_id
+            if submit.role == "prefill":
+                self.handovers[transfer_id] = cached
+            else:
+                while transfer_id not in self.handovers:  # noqa: ASYNC110
+                    await asyncio.sleep(0.002)
+                cached = self.handovers.pop(transfer_id)
+            if submit.role == "decode" and submit.attempt <= lost:
+                await self._fail(socket, lane, served, "transfer_lost")
+                return
         fails = "fail" in script and script.get("fail_lane", index) == index
         if fails and not script.get("fail_after"):
             await self._fail(socket, lane, served, str(script["fail"]))
             return
         if sampling.prompt_logprobs is not None and index == 0:
             await self._tell_prompt(socket, lane, served, ids)
-        tokens = _tokens(script, index)[: sampling.max_tokens]
+        tokens = [] if submit.role == "prefill" else _tokens(script, index)[: sampling.max_tokens]
         slower = {f"{tier}_tokens": n for tier, n in script.get("tiers", {}).items() if cached}
         tier = next(reversed(script.get("tiers", {"device": 0})))
         started: list[wire.Rare] = [wire.Started(lane, cached, 0.0, tier, **slower)]

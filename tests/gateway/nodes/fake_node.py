@@ -81,12 +81,14 @@ class FakeNode:
         *infos: wire.EngineInfo,
         epoch: int = 1,
         version: int = wire.WIRE_VERSION,
+        role: wire.Role = "mixed",
     ) -> None:
         self.fleet = fleet
         self.node_id = node_id
         self.infos = infos or (info(),)
         self.epoch = epoch
         self.version = version
+        self.role = role
         self.session: Session | None = None
         self.received: list[Any] = []
         self.quotas: list[wire.Quotas] = []  # told again and again, so no part of what is new
@@ -102,7 +104,7 @@ class FakeNode:
             wire.MIN_WIRE_VERSION,
             self.node_id,
             self.epoch,
-            "mixed",
+            self.role,
             tuple(self.infos),
         )
 
@@ -137,6 +139,8 @@ class FakeNode:
                         self._told_to_end(lane)
                 case wire.FinishLane(lane):
                     self._told_to_end(lane)
+                case wire.SetRole(role):
+                    self.role = role
         self.received += new
         return new
 
@@ -169,12 +173,13 @@ class FakeNode:
         self.aborted.discard(lane)
         self.step([], rare=[wire.Failed(lane, code, "as the test wants")])
 
-    def report(self, state: wire.NodeState = "ready", **changes: Any) -> None:
+    def report(self, node_state: wire.NodeState = "ready", **changes: Any) -> None:
+        """changes: of its engines' reports."""
         self.report_number += 1
         engines = tuple(
             wire.EngineReport(one.engine, **({"state": "ready"} | changes)) for one in self.infos
         )
-        self.send(wire.Report(self.epoch, self.report_number, state, engines))
+        self.send(wire.Report(self.epoch, self.report_number, node_state, engines, role=self.role))
 
     def cut(self) -> None:
         assert self.session is not None

@@ -23,9 +23,10 @@ from policies.contract import wire
 from policies.routing import RoutingPolicy
 from tests.gateway.nodes.fake_node import Clock, FakeNode, fleet, info, keys, request
 
-NODES = ("n1", "n2", "n3")
+NODES = ("n1", "n2", "n3", "n4")
 node_ids = st.sampled_from(NODES)
 picks = st.integers(0, 2**16)
+keys_or_none = st.sampled_from([None, b"a", b"b"])
 
 
 class Fleet(RuleBasedStateMachine):
@@ -72,12 +73,11 @@ class Fleet(RuleBasedStateMachine):
             self.clock.now += seconds / 8 if seconds > 1 else seconds
             self.fleet.tick()
 
-    @rule(
-        tokens=st.sampled_from([1, 64, 65, 700]),
-        key=st.sampled_from([None, b"a", b"b"]),
-        n=st.integers(1, 4),
-    )
+    @rule(tokens=st.sampled_from([1, 64, 65, 700]), key=keys_or_none, n=st.integers(1, 4))
     def dispatch(self, tokens: int, key: bytes | None, n: int) -> None:
+        self.ask(tokens, key, n)
+
+    def ask(self, tokens: int, key: bytes | None, n: int) -> None:
         self.requests += 1
         try:
             stream = self.fleet.dispatch(
@@ -174,21 +174,24 @@ class Fleet(RuleBasedStateMachine):
             for lane in flow.lanes:
                 assert (lane in live) == (lane.end is None), "live in one place until it ends"
             assert flow.num_live == sum(lane.end is None for lane in flow.lanes)
-            assert not flow.is_over or flow.credit == 0
+            assert not flow.is_over or flow.credit == flow.seated_tokens == 0
             assert 1 <= flow.attempt <= 3
-            assert flow.attempt == len(flow.tried)
+            assert flow.attempt == len(flow.tries)
             if len({*map(type, [lane.end for lane in flow.lanes])} & {type(None), wire.Failed}) > 1:
                 raise AssertionError("a request fails whole")
         for node in self.fleet._node_by_id.values():
             session = node.session
             if session is not None:
-                used = [*session.live, *session.ending, *session._free]
+                used = [*session.live, *session.legs, *session.ending, *session._free]
                 assert sorted(used) == list(range(session._num_lanes)), "lanes are unique"
                 assert session.in_flight <= 6
             for engine in node.engine_by_index.values():
-                ours = sum(flow.credit for flow in flows if flow.engine is engine)
+                legs = [flow.leg for flow in flows if flow.leg is not None]
+                ours = sum(one.credit for one in (*flows, *legs) if one.engine is engine)
                 assert engine.outstanding_tokens == ours
                 assert engine.backlog_tokens >= ours
+                seated = sum(flow.seated_tokens for flow in flows if flow.engine is engine)
+                assert engine.seated_tokens == seated
 
     def teardown(self) -> None:
         if not hasattr(self, "streams"):
@@ -203,11 +206,13 @@ class Fleet(RuleBasedStateMachine):
         for view in self.fleet.nodes():
             assert view.in_flight == 0
             assert all(engine.outstanding_tokens == 0 for engine in view.engines)
+        for node in self.fleet._node_by_id.values():
+            assert all(engine.seated_tokens == 0 for engine in node.engine_by_index.values())
 
 
-def _run(examples: int) -> None:
+def run_machine(machine: type[Fleet], examples: int) -> None:
     run_state_machine_as_test(
-        Fleet,
+        machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=40,
@@ -218,9 +223,9 @@ def _run(examples: int) -> None:
 
 
 def test_fleet_machine() -> None:
-    _run(60)
+    run_machine(Fleet, 60)
 
 
 @pytest.mark.slow
 def test_fleet_machine_full() -> None:
-    _run(int(os.environ.get("KAGARI_EXAMPLES", "3000")))
+    run_machine(Fleet, int(os.environ.get("KAGARI_EXAMPLES", "3000")))

@@ -1,0 +1,1 @@
+"""Prefill and decode apart, beside nodes that do both: what readers of streams feel."""

@@ -1,0 +1,147 @@
+"""The receiver's leg: takes pages to where they belong, and believes none before its digest."""
+
+from __future__ import annotations
+
+from hmac import compare_digest
+
+import msgspec
+
+from engine.schedule.transfer_orders import Arrived, Expect, Import
+from engine.store.page_codec import copy_bytes
+from engine.store.quantise import convert
+from engine.transfer.channel import Channel
+from engine.transfer.leg import Leg, Site, Unsound
+from engine.transfer.machine import Effect, Receive, Say, Stop, Tell
+from engine.transfer.messages import Accept, Drained, HandOver, Message, Offer, Pages, Withdraw
+from engine.transfer.receiver import Receiver
+from engine.transfer.rooms import OwnRoom, make_room
+from engine.transfer.seal import page_digest
+from engine.transfer.states import Event
+
+
+class Incoming(Leg):
+    machine: Receiver
+
+    def __init__(self, site: Site, order: Expect | Import) -> None:
+        receiver = Receiver(order, site.layout)
+        super().__init__(site, receiver, secret=order.secret, deadline=order.deadline)
+        self._room: OwnRoom | None = None
+        self._is_drained = False  # the peer has said its last word: it writes nothing more
+        self._receive: Receive | None = None
+        self._began = 0.0
+        self._tags: list[int] = []
+        self._views: list[memoryview] = []  # the pages
+        self._landing: list[memoryview] = []  # where their bytes land: there, or to be converted
+
+    def greet(self, channel: Channel, offer: Offer) -> None:
+        """A peer has proven that it is the one."""
+        self.channel = channel
+        channel.owner = self
+        self.feed(Event.OFFER, offer)
+
+    def take(self, message: Message) -> None:
+        self._is_drained |= isinstance(message, HandOver | Withdraw | Drained)
+        super().take(message)
+        if isinstance(message, Pages) and not message.slots and not self._landing:
+            assert self.channel is not None
+            self.channel.skip(len(message.digests) * self.machine.travels.page_bytes)
+
+    def carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Say(Accept() as accept):
+                self._room = self._make_room(accept)
+                told = None if self._room is None else self._room.told
+                self.say(msgspec.structs.replace(accept, room=told))
+            case Tell(Arrived() as arrived):
+                assert self._receive is not None
+                pairs = zip(self._receive.page_ids, self._receive.generations, strict=True)
+                self.site.tell(arrived, list(pairs))
+            case Receive():
+                self._begin(effect)
+            case Stop():
+                self._let_go()
+            case _:
+                super().carry_out(effect)
+
+    def hang_up(self) -> None:
+        super().hang_up()
+        if self._room is not None:
+            self._room.close(is_drained=self._is_drained)
+            self._room = None
+
+    def _make_room(self, accept: Accept) -> OwnRoom | None:
+        assert self.channel is not None
+        assert self.machine.offer is not None
+        return make_room(
+            [way for way in self.machine.offer.ways if way in self.site.ways],
+            self.site.engine,
+            num_pages=accept.stop - accept.first,
+            slot_bytes=self.machine.travels.page_bytes,
+            is_local=self.channel.is_local,
+        )
+
+    def _begin(self, receive: Receive) -> None:
+        assert self.channel is not None
+        memory, room = self.site.memory, self._room
+        self._receive, self._began = receive, self.site.clock()
+        self._tags = [*map(memory.generation, receive.page_ids)]
+        self._views = memory.incoming(receive.page_ids)
+        size = self.machine.travels.page_bytes
+        if self.machine.travels == self.site.layout:
+            self._landing = self._views
+        else:
+            self._landing = [memoryview(bytearray(size)) for _ in self._views]
+        if not receive.slots:
+            self.channel.expect(self._landing)
+            return
+        if (
+            room is None
+            or len(receive.slots) != len(self._landing)
+            or max(receive.slots) >= room.told.slots
+        ):
+            raise Unsound("transfer_corrupt", "Pages: found slots that no page can lie in")
+        for slot, page in zip(receive.slots, self._landing, strict=True):
+            copy_bytes(room.slot(slot), page)
+        self.filled()
+
+    def filled(self) -> None:
+        try:
+            self._verify()
+        except Unsound as error:
+            self.feed(Event.FAULTY, error.fault)
+
+    def _verify(self) -> None:
+        receive, memory = self._receive, self.site.memory
+        assert receive is not None
+        digest = page_digest if self._room is None or not receive.slots else self._room.digest
+        for at, (page, wanted) in enumerate(zip(self._landing, receive.digests, strict=True)):
+            if not compare_digest(digest(page), wanted):
+                raise Unsound(
+                    "transfer_corrupt", f"page {receive.first + at}: found other bytes than sent"
+                )
+        if self._landing is not self._views:
+            for page, view in zip(self._landing, self._views, strict=True):
+                copy_bytes(convert(page, self.machine.travels, self.site.layout), view)
+        if [*map(memory.generation, receive.page_ids)] != self._tags:
+            raise Unsound(
+                "transfer_corrupt",
+                f"pages from {receive.first} on: found given to others meanwhile, allowed held",
+            )
+        memory.arrive(receive.page_ids, self._views)
+        arrived = Arrived(
+            self.machine.transfer_id,
+            receive.first,
+            len(receive.page_ids),
+            sum(map(len, self._landing)),
+            self.site.clock() - self._began,
+        )
+        self._let_go()
+        self.feed(Event.ARRIVED, arrived)
+
+    def _let_go(self) -> None:
+        """Of the pages that are arriving."""
+        if self._views:
+            assert self.channel is not None
+            self.channel.skip_rest()
+            self.site.memory.free(self._views)
+            self._views, self._landing = [], []

@@ -1,0 +1,248 @@
+"""Where a flow goes: to one node, or to a pair of which one computes the prompt for the other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import msgspec
+
+from gateway.nodes.engines import Engine
+from gateway.nodes.node import Node
+from gateway.nodes.pair_faults import PairFaults
+from gateway.nodes.placement import NoCapacity, NoNode, Placement, stores
+from gateway.nodes.streams import FleetPath, Flow
+from policies.contract import wire
+from policies.contract.wire import Failed, Finished
+from policies.pairing import (
+    Computing,
+    Decoding,
+    Pairing,
+    PairingParameters,
+    SplitMode,
+    Wanted,
+    keep_whole,
+    pair,
+)
+from policies.routing import Decision, RoutingParameters, Scored
+
+Outcome = Literal["ok", "retried", "local", "failed", "left"]  # of an attempt that is a split
+
+MAX_SPLITS = 2  # of a request; then it is computed where it was to be decoded
+RETRYABLE = frozenset({"node_draining", "engine_lost", "engine_full"})  # faults of the place
+TRANSFER_CODES = frozenset(  # faults of a pair
+    f"transfer_{what}" for what in ("refused", "lost", "timeout", "corrupt", "layout")
+)
+CODES = RETRYABLE | TRANSFER_CODES | {"node_lost"}  # that are counted by name
+ID_BYTES = 16
+SECRET_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """An engine of a node, chosen. transfer: how prompt pages leave or reach it, encoded."""
+
+    node: Node
+    engine: Engine
+    uncached_tokens: int
+    transfer: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where the flow's lanes go, and who computes their prompt if another node does."""
+
+    path: FleetPath
+    decision: Decision
+    seat: Seat
+    prefill: Seat | None = None
+    pairing: Pairing | None = None
+
+
+class Pairs:
+    """The policy of pairing over the live nodes. draw: so many random bytes."""
+
+    def __init__(
+        self,
+        node_by_id: Mapping[str, Node],
+        placement: Placement,
+        routing: RoutingParameters,
+        mode: SplitMode,
+        parameters: PairingParameters,
+        draw: Callable[[int], bytes],
+    ) -> None:
+        self._node_by_id = node_by_id
+        self._placement = placement
+        self._routing = routing
+        self._mode = mode
+        self._parameters = parameters
+        self._draw = draw
+        self.outcomes: Counter[Outcome] = Counter()
+        self.failures: Counter[str] = Counter()  # by code
+        self._faults = PairFaults()
+
+    def plan(self, flow: Flow, now: float, *, is_last: bool) -> Plan:
+        """Raises NoNode or NoCapacity. is_last: no other attempt will follow, so it is no split."""
+        decision = self._placement.decide(flow)
+        if all(
+            [node.role.current == "mixed" for node in self._node_by_id.values() if node.session]
+        ):
+            return Plan("mixed", decision, self._seat(decision.chosen))
+        sampling = flow.dispatch.sampling
+        wanted = Wanted(
+            prompt_tokens=len(flow.dispatch.prompt),
+            lanes=len(flow.lanes),
+            prompt_logprobs=sampling.prompt_logprobs is not None,
+            may_split=flow.num_splits < MAX_SPLITS and not is_last,
+        )
+        if (why := keep_whole(wanted, self._mode)) is not None:
+            pairing = Pairing(why, uncached_tokens=decision.chosen.uncached_tokens)
+        else:
+            pairing, prefill = self._pair(flow, wanted, decision, now)
+            if prefill is not None:
+                return self._split(flow, decision, prefill, pairing)
+        for one in decision.scored:
+            if one.candidate.node_id == flow.stays_on:
+                decision = _moved(decision, one, flow)
+        return Plan("bypass", decision, self._seat(decision.chosen), pairing=pairing)
+
+    def failed(self, flow: Flow, code: str, now: float, *, prefill: bool) -> None:
+        """Its present attempt, which is to be followed by another one elsewhere. prefill: by the
+        prefill node's fault. Whose fault a broken transfer is nobody knows; decode has pages of
+        it, so prefill is exchanged."""
+        node_id, _, prefill_node, _ = flow.tries[-1]
+        if prefill_node is not None:
+            self.failures[code if code in CODES else "other"] += 1
+            if code in TRANSFER_CODES:
+                self._faults.failed(prefill_node, node_id, now)
+                prefill = True
+        if prefill and prefill_node is not None:
+            flow.faulty.add(prefill_node)
+            flow.stays_on = node_id
+        else:
+            flow.faulty.add(node_id)
+            flow.stays_on = None
+
+    def replaced(self, flow: Flow) -> None:
+        """The attempt before the present one failed."""
+        before, last = flow.tries[-2:]
+        if before.prefill_node is not None:
+            self.outcomes["local" if last.prefill_node is None else "retried"] += 1
+
+    def ended(self, flow: Flow, end: Finished | Failed) -> None:
+        """The flow is over."""
+        node_id, _, prefill_node, _ = flow.tries[-1]
+        if prefill_node is None:
+            return
+        if flow.is_answered:
+            self.outcomes["ok"] += 1
+            self._faults.worked(prefill_node, node_id)
+        else:
+            self.outcomes["left" if isinstance(end, Finished) else "failed"] += 1
+
+    def _pair(
+        self, flow: Flow, wanted: Wanted, decision: Decision, now: float
+    ) -> tuple[Pairing, Scored | None]:
+        whole = self._computing(decision.chosen)
+        try:
+            prefill = self._placement.decide(flow, "prefill").chosen
+        except (NoNode, NoCapacity):
+            return Pairing("no_pair", uncached_tokens=whole.uncached_tokens), None
+        decoders = [
+            self._decoding(one, wanted.prompt_tokens)
+            for one in decision.scored
+            if self._can_decode(one, prefill, now)
+        ]
+        pairing = pair(
+            wanted, whole, self._computing(prefill), decoders, self._mode, self._parameters
+        )
+        return pairing, prefill if pairing.is_split else None
+
+    def _can_decode(self, one: Scored, prefill: Scored, now: float) -> bool:
+        """Whether pages of prefill mean the same there, in whatever precision, and get there."""
+        node_id = one.candidate.node_id
+        node, engine = self._node_by_id[node_id], self._engine(one)
+        source = self._engine(prefill).info
+        return (
+            node.role.current != "prefill"
+            and node.splits(engine)
+            and engine.info.identity == source.identity
+            and engine.info.page_size == source.page_size
+            and self._faults.allows(prefill.candidate.node_id, node_id, now)
+        )
+
+    def _split(self, flow: Flow, decision: Decision, prefill: Scored, pairing: Pairing) -> Plan:
+        decoder = pairing.decoder
+        assert decoder is not None
+        chosen = next(
+            one
+            for one in decision.scored
+            if (one.candidate.node_id, one.candidate.engine) == (decoder.node_id, decoder.engine)
+        )
+        seat, source = self._seat(chosen), self._seat(prefill)
+        is_return = _sends_back(seat.engine, source.engine)
+        at_decode = wire.Transfer(
+            transfer_id=self._draw(ID_BYTES),
+            secret=self._draw(SECRET_BYTES),
+            peer=source.engine.info.peer,
+            return_id=self._draw(ID_BYTES) if is_return else b"",
+            return_secret=self._draw(SECRET_BYTES) if is_return else b"",
+        )
+        at_prefill = msgspec.structs.replace(at_decode, peer=seat.engine.info.peer)
+        return Plan(
+            "split",
+            _moved(decision, chosen, flow),
+            replace(seat, uncached_tokens=0, transfer=wire.encode(at_decode)),
+            replace(source, transfer=wire.encode(at_prefill)),
+            pairing,
+        )
+
+    def _seat(self, one: Scored) -> Seat:
+        return Seat(self._node_by_id[one.candidate.node_id], self._engine(one), one.uncached_tokens)
+
+    def _engine(self, one: Scored) -> Engine:
+        candidate = one.candidate
+        return self._node_by_id[candidate.node_id].engine_by_index[candidate.engine]
+
+    def _computing(self, one: Scored) -> Computing:
+        candidate, report = one.candidate, self._engine(one).report
+        return Computing(
+            node_id=candidate.node_id,
+            engine=candidate.engine,
+            uncached_tokens=one.uncached_tokens,
+            backlog_tokens=candidate.backlog_tokens,
+            tokens_per_s=candidate.tokens_per_s or self._routing.fallback_tokens_per_s,
+            fetch_s=one.fetch_s,
+            decoding=max(candidate.in_flight, report.running_sequences if report else 0),
+        )
+
+    def _decoding(self, one: Scored, prompt_tokens: int) -> Decoding:
+        candidate, engine = one.candidate, self._engine(one)
+        report = engine.report
+        return Decoding(
+            node_id=candidate.node_id,
+            engine=candidate.engine,
+            missing_tokens=prompt_tokens - one.hit_tokens,
+            context_tokens=engine.context_tokens,
+            capacity_tokens=engine.capacity_tokens,
+            bytes_per_token=engine.info.page_bytes / engine.info.page_size,
+            bytes_per_s=report.import_bytes_per_s if report else 0.0,
+        )
+
+
+def _moved(decision: Decision, chosen: Scored, flow: Flow) -> Decision:
+    """The same with another choice among its candidates."""
+    affinity = decision.affinity
+    if affinity in ("hit", "spill"):
+        affinity = "hit" if chosen.candidate.node_id == flow.home else "spill"
+    return replace(decision, chosen=chosen, affinity=affinity)
+
+
+def _sends_back(decode: Engine, prefill: Engine) -> bool:
+    """Whether decode should bring what it computes to prefill: not where pages mean something else
+    there, nor where a store that both use brings them."""
+    if decode.info.layout_id != prefill.info.layout_id:
+        return False
+    return set(stores(decode)).isdisjoint(stores(prefill))

@@ -1,0 +1,226 @@
+"""Prefill and decode apart over real processes: the same answers, and every fault an answer too."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.cli.client import Server, call
+from gateway.demo.stack import Stack
+from tests.cluster.byte_llama import save_byte_llama
+
+Balanced = Callable[[Stack], list[dict[str, Any]]]
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+PAGE = 64
+# Nothing but a transfer brings pages from one node to another.
+ALONE = ("--kv-host-mb", "0", "--kv-disk-mb", "0", "--threads", "1", "--kv-device-tokens", "8192")
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    usage: dict[str, Any]
+    headers: dict[str, str]
+
+    @property
+    def path(self) -> str:
+        return self.headers["x-kagari-path"]
+
+    @property
+    def cached(self) -> int:
+        cached: int = self.usage["prompt_tokens_details"]["cached_tokens"]
+        return cached
+
+
+def ask(stack: Stack, *said: str, **fields: Any) -> Answer:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[at % 2], "content": text} for at, text in enumerate(said)]
+    body = {"model": stack.model, "messages": messages, "temperature": 0, "max_tokens": 24}
+    request = urllib.request.Request(
+        stack.ready["url"] + "/chat/completions",
+        data=json.dumps({**body, **fields}).encode(),
+        headers={
+            "authorization": f"Bearer {stack.api.secret}",
+            "content-type": "application/json",
+        },
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        told = json.load(reply)
+        headers = dict(reply.headers)
+    return Answer(told["choices"][0]["message"]["content"], told["usage"], headers)
+
+
+# --- real engines --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("folder") / "tiny-llama"
+    save_byte_llama(
+        path,
+        template=TEMPLATE,
+        seed=5,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+    )
+    return path
+
+
+QUESTIONS = ("Does the lantern burn? " * 40, "Short. ", "b" * (4 * PAGE - 1))
+
+
+def conversation(stack: Stack) -> list[tuple[Answer, Answer]]:
+    """Two turns of each question."""
+    firsts = [ask(stack, question) for question in QUESTIONS]
+    time.sleep(0.5)  # pages of a split come home
+    return [
+        (first, ask(stack, question, first.text, "And now?"))
+        for question, first in zip(QUESTIONS, firsts, strict=True)
+    ]
+
+
+def test_a_split_answers_as_one_node_does_and_finds_as_much(
+    folder: Path, tmp_path: Path, balanced: Balanced
+) -> None:
+    flags = ("--port", "0", "--model", str(folder), *ALONE)
+    with Stack(tmp_path / "whole", *flags) as stack:
+        whole = conversation(stack)
+        assert {answer.path for turns in whole for answer in turns} == {"mixed"}
+    with Stack(
+        tmp_path / "split", *flags, "--prefill", "1", "--decode", "1", "--split", "always"
+    ) as stack:
+        split = conversation(stack)
+        rows = balanced(stack)
+    for (first, second), (same_first, same_second) in zip(whole, split, strict=True):
+        assert (same_first.text, same_second.text) == (first.text, second.text)
+        assert (same_first.usage, same_second.usage) == (first.usage, second.usage)
+        total = first.usage["total_tokens"]
+        assert same_second.cached >= total - PAGE, "what decode computed came home"
+    answers = [first for first, _ in split] + [second for _, second in split]
+    for answer, row in zip(answers, rows, strict=True):
+        told = [answer.headers[f"x-kagari-{name}"] for name in ("path", "prefill-node", "node")]
+        assert told == ["split", "n1", "n2"]
+        assert (row["path"], row["prefill_node"], row["node"]) == ("split", "n1", "n2")
+        assert row["cached_tokens"] == answer.cached
+
+
+# --- scripted engines, whose pages travel all the same -------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stack(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """One prefill node and two that decode, to which every fault is done, one after the other."""
+    home = tmp_path_factory.mktemp("split") / "home"
+    flags = ("--prefill", "1", "--decode", "2", "--split", "always", "--port", "0")
+    with Stack(home, *flags, "--script", str(script), *ALONE) as running:
+        yield running
+
+
+LONG = "Tell me later. " * 60  # the first token takes 1.5 s: until then pages have come, and it not
+
+
+def operator(stack: Stack) -> Server:
+    return Server(stack.ready["admin_url"], (stack.home / "admin.token").read_text().strip())
+
+
+def eventually(holds: Callable[[], bool], within_s: float = 30.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def busy(stack: Stack) -> list[str]:
+    return [node["node_id"] for node in stack.nodes() if node["in_flight"]]
+
+
+def between(pool: ThreadPoolExecutor, stack: Stack) -> tuple[Future[Answer], str]:
+    """A request whose prefill is not done: its answer to come, and its decode node."""
+    asked = pool.submit(ask, stack, LONG)
+    eventually(lambda: len(busy(stack)) == 2)
+    time.sleep(0.4)
+    (decode,) = set(busy(stack)) - {"n1"}
+    return asked, decode
+
+
+def test_scripted_engines_split_too(stack: Stack, balanced: Balanced) -> None:
+    question = "Is this a long question. " * 30
+    first, second = ask(stack, question), ask(stack, question)
+    assert (first.text, second.text) == ("Yes.", "Yes.")
+    assert (first.path, second.path) == ("split", "split")
+    assert (first.cached, second.cached > PAGE) == (0, True)
+    assert [row["path"] for row in balanced(stack)[-2:]] == ["split", "split"]
+
+
+def test_a_client_that_leaves_between_the_halves_leaves_no_page_held(
+    stack: Stack, balanced: Balanced
+) -> None:
+    connection = stack.api.connect(30)
+    body = {"model": stack.model, "messages": [{"role": "user", "content": LONG}]}
+    connection.request(
+        "POST",
+        "/v1/chat/completions",
+        json.dumps(body),
+        {"authorization": f"Bearer {stack.api.secret}", "content-type": "application/json"},
+    )
+    eventually(lambda: len(busy(stack)) == 2)
+    time.sleep(0.3)
+    connection.close()
+    row = balanced(stack)[-1]
+    assert (row["status"], row["path"], row["completion_tokens"]) == ("client_left", "split", 0)
+
+
+@pytest.mark.parametrize("half", ["prefill", "decode"])
+def test_a_half_that_is_killed_in_the_middle_costs_a_try_and_no_answer(
+    stack: Stack, balanced: Balanced, half: str
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        asked, decode = between(pool, stack)
+        killed = "n1" if half == "prefill" else decode
+        os.kill(stack.ready["pids"][killed], signal.SIGKILL)
+        answer = asked.result(60)
+    assert answer.text == "At last."
+    assert answer.headers["x-kagari-node"] != killed
+    if half == "prefill":
+        assert (answer.path, answer.headers["x-kagari-node"]) == ("bypass", decode)
+    else:
+        assert answer.path == "split", "the other one decodes"
+    eventually(lambda: [node["state"] for node in stack.nodes()] == ["ready"] * 3)
+    stack.ready["pids"][killed] = 0  # it has another one now
+    row = balanced(stack)[-1]
+    assert (row["status"], row["path"]) == ("ok", answer.path)
+    told = call(operator(stack), "GET", f"/admin/v1/requests/{row['request_id']}")
+    assert [one["prefill_node"] for one in told["attempts"]] == ["n1"]
+
+
+def test_roles_change_under_load_and_every_request_is_answered(
+    stack: Stack, balanced: Balanced
+) -> None:
+    def role_of(name: str) -> Any:
+        return call(operator(stack), "GET", f"/admin/v1/nodes/{name}")["role"]
+
+    with ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(ask, stack, f"Question {number}. " * 20) for number in range(60)]
+        for name, role in (("n2", "prefill"), ("n1", "decode")):
+            call(operator(stack), "POST", f"/admin/v1/nodes/{name}/role", {"role": role})
+            eventually(lambda name=name, role=role: role_of(name) == role)
+        answers = [one.result(60) for one in asked]
+    assert {answer.text for answer in answers} == {"Yes."}
+    last = ask(stack, "The last question. " * 30)
+    assert (last.path, last.headers["x-kagari-prefill-node"]) == ("split", "n2")
+    assert {row["status"] for row in balanced(stack)[-61:]} == {"ok"}

@@ -1,0 +1,409 @@
+"""Both machines under hypothesis: whatever is lost, late, withdrawn or hostile, no byte is wrong.
+
+A world of two engines' pages and of transfers between them, each over a connection of its own that
+is written, read and cut at any time; in the hostile one messages also come twice, late, never or
+with other pages, as if there were no seal. A page that is let go of is somebody else's at once, so
+that a read or a write too late is caught.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+
+from engine.schedule.transfer_orders import (
+    Accepted,
+    Acked,
+    Arrived,
+    Expect,
+    Export,
+    HandedOver,
+    HandOver,
+    Handover,
+    Import,
+    Offered,
+    Received,
+    Send,
+    TransferFailed,
+    TransferQuiet,
+    Withdraw,
+)
+from engine.store.page_codec import PageLayout
+from engine.transfer.leg import EVENT_OF
+from engine.transfer.machine import Effect, Fault, HangUp, Machine, Push, Receive, Say, Stop, Tell
+from engine.transfer.messages import Accept, Pages
+from engine.transfer.receiver import Receiver
+from engine.transfer.sender import Granted, Sender
+from engine.transfer.states import Event, State
+
+LAYOUT = PageLayout("bf16", num_layers=1, num_kv_heads=1, page_size=16, head_dim=1)
+CUT = Fault("transfer_lost", "cut")
+LATE = Fault("transfer_timeout", "late")
+NOBODY = b"somebody else's"
+
+
+@dataclass(eq=False)
+class End:
+    """One side of one transfer: its machine, what it has said, and what its books would know."""
+
+    machine: Machine
+    contents: list[bytes]  # of this engine's pages; whose they are is their beginning
+    pages: dict[int, int] = field(default_factory=dict)  # position → page, while it is held
+    unsent: deque[tuple[Any, tuple[int, ...]]] = field(default_factory=deque)
+    wire: deque[Any] = field(default_factory=deque)  # on the way to this end; CUT: nothing more
+    arriving: deque[tuple[int, bytes]] = field(default_factory=deque)  # page, bytes
+    receive: Receive | None = None
+    is_open: bool = False
+    news: list[Any] = field(default_factory=list)
+
+    @property
+    def is_quiet(self) -> bool:
+        return self.machine.state is State.QUIET
+
+    def let_go(self, positions: list[int]) -> None:
+        for at in positions:
+            self.contents[self.pages.pop(at)] = NOBODY
+
+    def read(self, page: int) -> bytes:
+        assert page in self.pages.values(), "a page is read that was let go of"
+        return self.contents[page]
+
+
+class Transfer:
+    """Of num_tokens; a return hands nothing over. slots: of the room; 0: there is none."""
+
+    def __init__(
+        self, at: int, *, num_tokens: int, first: int, slots: int, is_return: bool, expects: bool
+    ) -> None:
+        self.id = bytes([at]) * 16
+        self.num_full = num_tokens // LAYOUT.page_size
+        self.num_pages = self.num_full if is_return else -(-num_tokens // LAYOUT.page_size)
+        self.num_tokens = self.num_full * LAYOUT.page_size if is_return else num_tokens
+        self.first = min(first, self.num_pages)
+        self.slots = [NOBODY] * slots
+        self.handover = None if is_return else Handover(token=at)
+        self.keys = tuple(bytes([at, page]) * 16 for page in range(self.num_full))
+        self.is_connected = False
+        self.given = self.first
+        self.was_last_given = False
+        export = Export(self.id, b"", "", self.keys, self.num_tokens, 0.0)
+        pages = range(self.num_pages)
+        self.sender = End(Sender(export, LAYOUT), [self.content(page) for page in pages])
+        self.sender.pages = {page: page for page in pages}
+        order = Expect(self.id, b"", 0.0) if expects else self.importing()
+        self.receiver = End(Receiver(order, LAYOUT), [])
+        if not expects:
+            self.make_room()
+
+    def content(self, position: int) -> bytes:
+        return self.id + bytes([position])
+
+    def importing(self) -> Import:
+        count = self.num_pages - self.first
+        return Import(
+            self.id,
+            b"",
+            self.keys,
+            self.num_tokens,
+            self.first,
+            tuple(range(count)),
+            (1,) * count,
+            0.0,
+        )
+
+    def make_room(self) -> None:
+        self.receiver.contents = [self.id + b"?"] * (self.num_pages - self.first)
+        self.receiver.pages = {at: at - self.first for at in range(self.first, self.num_pages)}
+
+    def peer_of(self, end: End) -> End:
+        return self.receiver if end is self.sender else self.sender
+
+    # --- what a mover does ----------------------------------------------------------------------
+
+    def feed(self, end: End, event: Event, value: object = None) -> None:
+        for effect in end.machine.on(event, value):
+            self.carry_out(end, effect)
+        if end.machine.state is State.LEAVING and not end.unsent:
+            self.feed(end, Event.FLUSHED)
+
+    def carry_out(self, end: End, effect: Effect) -> None:
+        match effect:
+            case Say(message):
+                assert end.is_open
+                end.unsent.append((message, ()))
+            case Push():
+                pages = [end.read(page) for page in effect.page_ids]
+                for slot, page in zip(effect.slots, pages, strict=False):
+                    assert self.slots[slot] is NOBODY, "a slot is filled before it was read"
+                    self.slots[slot] = page
+                message = Pages(effect.first, tuple(pages), effect.slots)
+                end.unsent.append((message, () if effect.slots else effect.page_ids))
+            case Receive():
+                end.receive = effect
+            case Stop():
+                end.arriving.clear()
+                end.receive = None
+            case HangUp():
+                if end.is_open:
+                    end.is_open = False
+                    end.unsent.clear()
+                    end.wire.clear()
+                    self.peer_of(end).wire.append(CUT)
+            case Tell(news):
+                end.news.append(news)
+                self.told(end, news)
+
+    def told(self, end: End, news: object) -> None:
+        """What books make of it; and what may not be."""
+        assert not any(isinstance(told, TransferQuiet) for told in end.news[:-1])
+        match news:
+            case Accepted(first=first):
+                assert first == self.first
+            case Acked(first=first, count=count):
+                end.let_go(list(range(first, first + count)))
+            case Arrived(first=first, count=count):
+                for at in range(first, first + count):
+                    assert end.contents[end.pages[at]] == self.content(at)
+            case Received(handover=handover):
+                assert handover == self.handover
+                for at, page in end.pages.items():
+                    assert end.contents[page] == self.content(at)
+            case HandedOver():
+                assert any(isinstance(told, Received) for told in self.receiver.news)
+            case TransferFailed():
+                assert not any(isinstance(told, TransferFailed) for told in end.news[:-1])
+            case TransferQuiet():
+                end.let_go(list(end.pages))
+
+    # --- what happens ---------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        assert not self.is_connected
+        self.is_connected = True
+        if self.receiver.is_quiet or self.sender.is_quiet:
+            self.feed(self.sender, Event.CUT, CUT)
+        else:
+            self.sender.is_open = self.receiver.is_open = True
+            self.feed(self.sender, Event.OPENED)
+
+    def flush(self, end: End) -> None:
+        """One message goes out of reach; the pages behind it are read now."""
+        message, page_ids = end.unsent.popleft()
+        payload = tuple(end.read(page) for page in page_ids)
+        if self.peer_of(end).is_open:
+            self.peer_of(end).wire.append((message, payload))
+        if end.machine.state is State.LEAVING and not end.unsent:
+            self.feed(end, Event.FLUSHED)
+
+    def hear(self, end: End) -> None:
+        """One message, as soon as the pages of the last one are all in place."""
+        while end.arriving:
+            self.write(end)
+        if not end.wire:
+            return
+        found = end.wire.popleft()
+        if found is CUT:
+            end.is_open = False
+            end.unsent.clear()
+            self.feed(end, Event.CUT, CUT)
+            return
+        message, payload = found
+        value = Granted(message, len(self.slots)) if isinstance(message, Accept) else message
+        self.feed(end, EVENT_OF[type(message)], value)
+        if end.receive is not None and isinstance(message, Pages):
+            if message.slots:
+                payload = tuple(self.slots[slot] for slot in message.slots)
+                for slot in message.slots:
+                    self.slots[slot] = NOBODY
+            end.arriving.extend(zip(end.receive.page_ids, payload, strict=True))
+
+    def write(self, end: End) -> None:
+        """One more page; behind the last one they are believed or not."""
+        page, content = end.arriving.popleft()
+        assert page in end.pages.values(), "a page is written that was let go of"
+        end.contents[page] = content
+        receive = end.receive
+        if end.arriving or receive is None:
+            return
+        end.receive = None
+        if [end.contents[page] for page in receive.page_ids] == list(receive.digests):
+            self.feed(end, Event.ARRIVED, Arrived(self.id, receive.first, len(receive.page_ids)))
+        else:
+            self.feed(end, Event.FAULTY, Fault("transfer_corrupt", "other bytes"))
+
+    def may_send(self) -> bool:
+        is_accepted = any(isinstance(news, Accepted) for news in self.sender.news)
+        return is_accepted and not self.sender.is_quiet and not self.was_last_given
+
+    def send(self, count: int) -> None:
+        """The books' next orders: some pages, and once these are all sealed the rest."""
+        stop = min(self.given + count, self.num_full)
+        if self.given < stop:
+            pages = tuple(range(self.given, stop))
+            self.feed(self.sender, Event.SEND, Send(self.id, self.given, pages, (1,) * len(pages)))
+            self.given = stop
+        else:
+            self.was_last_given = True
+            tail = tuple(range(max(self.first, self.num_full), self.num_pages))
+            order = HandOver(self.id, tail, (1,) * len(tail), self.handover)
+            self.feed(self.sender, Event.SEND_LAST, order)
+
+    def may_import(self) -> bool:
+        is_offered = any(isinstance(news, Offered) for news in self.receiver.news)
+        state = self.receiver.machine.state
+        return state is State.EXPECTED or (is_offered and state is State.OFFERED)
+
+    def take_import(self) -> None:
+        self.make_room()
+        self.feed(self.receiver, Event.IMPORT, self.importing())
+
+    def ends_well(self) -> None:
+        """Both come to their end with nothing held, whatever happened before."""
+        for _ in range(1000):
+            if not self.is_connected:
+                self.connect()
+            if self.may_import():
+                self.take_import()
+            if self.may_send():
+                self.send(2)
+            for end in (self.sender, self.receiver):
+                if end.unsent:
+                    self.flush(end)
+                self.hear(end)
+            if self.sender.is_quiet and self.receiver.is_quiet:
+                break
+        for _ in range(2):  # what was lost on the way is not waited for for ever
+            for end in (self.sender, self.receiver):
+                if not end.is_quiet:
+                    self.feed(end, Event.LATE, LATE)
+        for end in (self.sender, self.receiver):
+            assert end.is_quiet
+            assert end.news[-1] == TransferQuiet(self.id)
+            assert not end.pages
+            assert not end.unsent
+            assert not end.arriving
+
+
+class Network(RuleBasedStateMachine):
+    """Honest: each direction keeps its order, until it is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transfers: list[Transfer] = []
+
+    def pick(self, number: int) -> tuple[Transfer, End]:
+        transfer = self.transfers[number // 2 % len(self.transfers)]
+        return transfer, transfer.sender if number % 2 else transfer.receiver
+
+    @precondition(lambda self: len(self.transfers) < 3)
+    @rule(
+        num_tokens=st.integers(1, 100),
+        first=st.integers(0, 3),
+        slots=st.integers(0, 3),
+        is_return=st.booleans(),
+        expects=st.booleans(),
+    )
+    def begin(self, **how: Any) -> None:
+        self.transfers.append(Transfer(len(self.transfers), **how))
+
+    @precondition(lambda self: self.transfers)
+    @rule(number=st.integers(0, 5), count=st.integers(1, 3))
+    def go_on(self, number: int, count: int) -> None:
+        """What happens next at this end, of its own accord."""
+        transfer, end = self.pick(number)
+        for _ in range(count):
+            if not transfer.is_connected:
+                transfer.connect()
+            elif end.unsent:
+                transfer.flush(end)
+            elif end is transfer.sender and transfer.may_send():
+                transfer.send(count)
+            elif end is transfer.receiver and transfer.may_import():
+                transfer.take_import()
+            transfer.hear(end)
+
+    @precondition(lambda self: self.transfers)
+    @rule(number=st.integers(0, 5))
+    def flush(self, number: int) -> None:
+        transfer, end = self.pick(number)
+        if end.unsent:
+            transfer.flush(end)
+
+    @precondition(lambda self: self.transfers)
+    @rule(number=st.integers(0, 5))
+    def hear_a_part(self, number: int) -> None:
+        transfer, end = self.pick(number)
+        if end.arriving:
+            transfer.write(end)
+        elif end.wire:
+            transfer.hear(end)
+
+    @precondition(lambda self: self.transfers)
+    @rule(number=st.integers(0, 5))
+    def withdraw(self, number: int) -> None:
+        transfer, end = self.pick(number)
+        transfer.feed(end, Event.WITHDRAW, Withdraw(transfer.id))
+
+    @precondition(lambda self: self.transfers)
+    @rule(number=st.integers(0, 5))
+    def late(self, number: int) -> None:
+        transfer, end = self.pick(number)
+        transfer.feed(end, Event.LATE, LATE)
+
+    @precondition(lambda self: self.transfers)
+    @rule(number=st.integers(0, 5), keep=st.integers(0, 2))
+    def cut(self, number: int, keep: int) -> None:
+        """Of what is on the way to this end only so many messages arrive."""
+        _, end = self.pick(number)
+        if end.is_open:
+            end.wire = deque([*list(end.wire)[:keep], CUT])
+
+    def teardown(self) -> None:
+        for transfer in self.transfers:
+            transfer.ends_well()
+
+
+class HostileNetwork(Network):
+    """Without a seal: what comes was once said by one of the two, and no more is sure."""
+
+    @precondition(lambda self: self.transfers)
+    @rule(
+        number=st.integers(0, 5),
+        at=st.integers(0, 5),
+        how=st.sampled_from(("repeat", "lose", "move", "other pages")),
+    )
+    def tamper(self, number: int, at: int, how: str) -> None:
+        _, end = self.pick(number)
+        if CUT in end.wire or not end.wire:
+            return
+        at %= len(end.wire)
+        message, payload = end.wire[at]
+        if how == "repeat":
+            end.wire.append((message, payload))
+        elif how == "other pages":
+            end.wire[at] = message, tuple(page + b"!" for page in payload)
+        else:
+            del end.wire[at]
+            if how == "move":
+                end.wire.appendleft((message, payload))
+
+
+@pytest.mark.parametrize("network", [Network, HostileNetwork])
+def test_no_wrong_byte_and_every_transfer_ends_quiet(network: type[Network]) -> None:
+    run_state_machine_as_test(
+        network, settings=settings(max_examples=60, stateful_step_count=50, deadline=None)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", [Network, HostileNetwork])
+def test_no_wrong_byte_in_many_runs(network: type[Network]) -> None:
+    run_state_machine_as_test(
+        network, settings=settings(max_examples=5000, stateful_step_count=60, deadline=None)
+    )
