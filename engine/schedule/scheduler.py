@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from engine.config import ScheduleConfig
 from engine.schedule.events import (
     Load,
+    PromptAdvanced,
     PromptTold,
     SequenceEvent,
     SequenceFailed,
@@ -310,7 +311,10 @@ class Scheduler:
                 assert len(entries) == len(told), f"row {index} tells of {len(entries)} tokens"
                 events.append(PromptTold(sequence.sequence_id, told.start, entries))
                 sequence.num_told = told.stop
-            if token is not None:
+            if token is None:
+                if len(row.token_ids) > 1 and not sequence.num_completion:
+                    events.append(PromptAdvanced(sequence.sequence_id, sequence.num_computed))
+            else:
                 assert row.samples, f"row {index} got a token and did not ask for one"
                 self._append(sequence, token, result.logprobs.get(index), now, events)
         return events

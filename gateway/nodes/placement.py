@@ -143,8 +143,9 @@ class Placement:
             in_flight=in_flight,
             max_in_flight=self._max_in_flight,
             overloaded=session is not None and not session.outbox.has_room(),
-            backlog_tokens=engine.backlog_tokens,
+            backlog_tokens=engine.backlog.tokens,
             tokens_per_s=engine.tokens_per_s,
+            kv_share=engine.kv_share,
         )
 
 

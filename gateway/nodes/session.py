@@ -105,6 +105,10 @@ class Session:
         woken last.
         """
         get = self.live.get
+        for number, tokens in step.computed:
+            lane = get(number)
+            if lane is not None and lane.flow.engine is not None:
+                lane.flow.engine.advance(lane.flow, tokens, step.step)
         first: list[Lane] = []
         others: list[Lane] = []
         for number, token in zip(step.lanes, step.tokens, strict=True):
@@ -121,7 +125,7 @@ class Session:
                 if not flow.is_answered:
                     flow.is_answered = True
                     if flow.engine is not None:
-                        flow.engine.computed(flow)
+                        flow.engine.computed(flow, step.step)
             lane.produced += 1
         if others:
             start = step.step % len(others)

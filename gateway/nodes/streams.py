@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
+from policies.backlog import Credit
 from policies.contract.wire import EngineInfo, Failed, Finished, Sampling, TokenLogprob, Usage
 from policies.routing import Affinity, Decision
 
@@ -128,7 +129,6 @@ class Flow:
         "cached_by_tier",
         "cached_tokens",
         "credit",
-        "credit_report",
         "deadline",
         "decision",
         "dispatch",
@@ -165,8 +165,7 @@ class Flow:
         self.decision: Decision | None = None
         self.session: Session | None = None
         self.engine: Engine | None = None
-        self.credit = 0
-        self.credit_report = 0
+        self.credit: Credit | None = None  # its share of the engine's backlog
 
     @property
     def is_over(self) -> bool:
