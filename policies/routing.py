@@ -25,7 +25,9 @@ from policies.contract.wire import NodeState, Tier
 
 Affinity = Literal["hit", "spill", "new", "none"]
 Reason = Literal["home", "least_cost", "rendezvous", "least_in_flight", "turn"]
-Rejection = Literal["state", "engine", "wire_version", "tried", "full", "overloaded"]
+Rejection = Literal[
+    "bundle", "compute", "state", "engine", "wire_version", "tried", "full", "overloaded"
+]
 
 
 _MAX_KV_SHARE = 0.99  # of the pressure term, which has no end
@@ -126,8 +128,9 @@ class Scored(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A choice and why: the scored nodes, and why others were left out."""
+    """A choice and why: what was wanted, the scored nodes, and why others were left out."""
 
+    wanted: Wanted
     chosen: Scored
     affinity: Affinity
     reason: Reason
@@ -233,6 +236,7 @@ def pick(
         near = [one for one in scored if one.cost_s <= least + parameters.window_s]
         chosen, reason = _pick_near(near, scored, wanted, parameters)
     return Decision(
+        wanted=wanted,
         chosen=chosen,
         affinity=affinity(wanted, chosen.candidate.node_id),
         reason=reason,
@@ -285,6 +289,7 @@ def pick_in_turn(
     ordered = sorted(candidates, key=lambda one: (one.node_id, one.engine))
     chosen = Scored(ordered[turn % len(ordered)], 0, wanted.prompt_tokens)
     return Decision(
+        wanted=wanted,
         chosen=chosen,
         affinity=affinity(wanted, chosen.candidate.node_id),
         reason="turn",

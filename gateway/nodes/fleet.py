@@ -50,7 +50,7 @@ from policies.contract.wire import (
     Welcome,
 )
 from policies.residency import event_keys
-from policies.routing import RoutingParameters, RoutingPolicy, parse_parameters
+from policies.routing import Decision, RoutingParameters, RoutingPolicy, parse_parameters
 
 log = structlog.get_logger("kagari.nodes")
 
@@ -153,13 +153,23 @@ class Fleet:
         assert node.session is not None  # its state is ready
         flow.attempt += 1
         flow.tried.append(node.node_id)
-        flow.decision = decision
         flow.cached_tokens = None
         flow.cached_by_tier = {}
         flow.prompt_logprobs = []
         engine.credit(flow, decision.chosen.uncached_tokens)
         node.session.submit(flow, chosen.engine, flow.deadline - now)
-        self._placement.settle_home(flow, node.node_id, now)
+        self._placement.settle(flow, decision, now)
+
+    def explain(self, dispatch: Dispatch) -> Decision:
+        """Where it would go now; nothing is sent or changed. Raises NoNode or NoCapacity."""
+        flow = Flow(dispatch, event_keys(dispatch.page_keys), 0.0)
+        self._placement.find_home(flow, self._clock())
+        return self._placement.decide(flow)
+
+    def decided(self, request_id: str) -> list[tuple[float, Decision]]:
+        """Why a recent request went where it did: (seconds ago, decision) of each attempt."""
+        now = self._clock()
+        return [(now - one.at, one.decision) for one in self._placement.decided(request_id)]
 
     def abort(self, flow: Flow) -> None:
         """Stream.abort."""
