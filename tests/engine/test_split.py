@@ -221,6 +221,8 @@ def test_a_transfer_that_fails_ends_the_leg_with_a_code_of_transfers(
     assert isinstance(end, SequenceFailed)
     assert end.code == told
     assert "it says why" in end.message
+    withdrawn = [order.transfer_id for order in bench.orders() if isinstance(order, Withdraw)]
+    assert withdrawn == ([HOME] if role == "prefill" else []), "nothing will come home"
     bench.told(TransferQuiet(ID))
     assert bench.scheduler.pool.num_held == 0
     assert not bench.scheduler.has_work
@@ -522,17 +524,17 @@ def test_what_comes_home_takes_no_page_that_somebody_needs() -> None:
 
 def test_no_room_no_return() -> None:
     bench = Leg(num_pages=8, context_tokens=32)
-    for sequence_id in (2, 3):
-        bench.submit(sequence_id, ids(9, sequence_id), max_tokens=9)
-    bench.step()
-    bench.scheduler.transfers.returns.withdraw(HOME, "unknown ids are no error")
     bench.leg("prefill", ids(3))
     bench.told(Accepted(ID, 0))
     bench.step()
     bench.told(HandedOver(ID), TransferQuiet(ID))
+    for sequence_id in (2, 3):
+        bench.submit(sequence_id, ids(9, sequence_id), max_tokens=9)
+    bench.step()
     bench.orders()
     bench.told(Offered(HOME, (b"a" * 32,)))
     assert bench.kinds() == ["Withdraw"]
+    assert bench.scheduler.pool.num_held == 6
 
 
 def test_a_purge_lets_go_of_what_would_come_home() -> None:
