@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.errors import near
+from gateway.upstreams.settings import UpstreamConfig, find_problem
 from policies.admission import AdmissionLimits
 from policies.contract.wire import MAX_LANES
 from policies.routing import RoutingPolicy
@@ -116,6 +117,7 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     models: ModelsConfig = ModelsConfig()
     prefixes: PrefixesConfig = PrefixesConfig()
     log: LogConfig = LogConfig()
+    upstreams: tuple[UpstreamConfig, ...] = ()
 
 
 SECTIONS: dict[str, type[Struct]] = {
@@ -325,6 +327,9 @@ def _check(config: GatewayConfig) -> None:
         value = getattr(config.idempotency, key)
         if not value >= 0:
             raise ConfigError(f"idempotency.{key}", str(value), "0 or more", "Raise it.")
+    problem = find_problem(config.upstreams)
+    if problem is not None:
+        raise ConfigError(f"upstreams.{problem.field}", *problem[1:])
     if config.limits.choices > MAX_LANES:
         raise ConfigError(
             "limits.choices", str(config.limits.choices), f"1 to {MAX_LANES}", "Lower it."
