@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 import msgspec
-from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType, field
 
 MAX_EVENT_BYTES = 16 << 20
 DONE = b"[DONE]"
@@ -66,7 +66,8 @@ class Chunk(Struct, frozen=True):
     choices: list[ChoiceHead] | None = None
     usage: dict[str, object] | UnsetType | None = UNSET
     error: Raw | UnsetType | None = UNSET
-    object: str | None = None  # older vLLM: "error", with message and code beside it
+    # Of older vLLM servers "error", with message and code beside it.
+    kind: str | None = field(default=None, name="object")
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,7 +229,7 @@ class EventReader:
                     await self._read_out()
                     continue
                 chunk = read_chunk(content)
-                if chunk.object == "error" or chunk.error not in (None, UNSET):
+                if chunk.kind == "error" or chunk.error not in (None, UNSET):
                     raise refused(_status_of(content), content)
                 found.append(Event(data, chunk))
         return found
