@@ -14,7 +14,7 @@ from typing import Literal
 from msgspec import Struct
 
 from gateway import openapi
-from gateway.admin import keys, nodes, prefixes, prices, requests, sessions, tenants
+from gateway.admin import keys, nodes, prefixes, prices, requests, sessions, tenants, upstreams
 from gateway.admin import usage as totals
 from gateway.api import chat, completions, health, models, tokenize, usage
 from gateway.api.chat_request import ChatBody
@@ -158,6 +158,7 @@ ADMIN_ROUTES: tuple[Route, ...] = (
     _admin("/nodes/{node}", nodes.show_node, answer=nodes.NodeAnswer),
     _admin("/nodes/{node}/drain", nodes.drain, POST, answer=nodes.DrainAnswer),
     _admin("/nodes/{node}/undrain", nodes.undrain, POST, answer=nodes.DrainAnswer),
+    _admin("/upstreams", upstreams.list_upstreams, answer=upstreams.UpstreamList),
     _admin("/prefixes", prefixes.list_prefixes, answer=prefixes.PrefixList),
     _admin(
         "/prefixes",

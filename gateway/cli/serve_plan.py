@@ -34,6 +34,13 @@ class ServeOptions:
     threads: int | None = None
     script: Path | None = None
     engine_flags: tuple[str, ...] = ()  # handed to every node agent as they are
+    upstreams: tuple[str, ...] = ()  # URLs of foreign servers
+    upstream_flags: tuple[str, ...] = ()  # what is said of them, handed to the gateway
+
+    @property
+    def has_nodes(self) -> bool:
+        """Upstreams alone need none; whoever names a model or a count wants them too."""
+        return not self.upstreams or bool(self.models) or self.script is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,7 @@ class ServePlan:
 
 def plan_serve(options: ServeOptions, *, port: int, link_port: int, admin_port: int) -> ServePlan:
     """Argument lists of all children. Raises Problem on a count that makes no sense."""
-    if options.num_nodes < 1:
+    if options.has_nodes and options.num_nodes < 1:
         raise Problem(
             "--nodes",
             found=str(options.num_nodes),
@@ -77,6 +84,9 @@ def plan_serve(options: ServeOptions, *, port: int, link_port: int, admin_port: 
         gateway += ["--model", model]
     if options.config is not None:
         gateway += ["--config", str(options.config)]
+    for url in options.upstreams:
+        gateway += ["--upstream", url]
+    gateway += options.upstream_flags
     node = [
         *("--gateway", f"ws://{link_host(options.host)}:{link_port}"),
         *("--join-token-file", str(options.join_token_file)),
@@ -96,7 +106,7 @@ def plan_serve(options: ServeOptions, *, port: int, link_port: int, admin_port: 
         gateway=Launch("gateway", "gateway", tuple(gateway)),
         nodes=tuple(
             Launch(f"n{index}", "node_agent", ("--node-id", f"n{index}", *node))
-            for index in range(1, options.num_nodes + 1)
+            for index in range(1, options.num_nodes + 1 if options.has_nodes else 1)
         ),
         num_models=len(models),
         api_url=f"http://{url_host(options.host)}:{port}",

@@ -28,7 +28,7 @@ LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens", "min_completion_t
 OURS = ("usage", "retention_s")  # what only this gateway understands
 # What upstreams are told by us alone: another tenant's pages, and servers to fetch pages from.
 KEPT_BACK = (
-    *("cache_salt", "kv_transfer_params"),
+    *("cache_salt", "kv_transfer_params", "ec_transfer_params"),
     *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
 )
 CONTINUOUS = "continuous_usage_stats"  # a bill is told once, at its end

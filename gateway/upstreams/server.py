@@ -82,10 +82,9 @@ class Server:
         return self.predicted.pages(deepest_first, now)
 
     def expect(self, deepest_first: Sequence[bytes], now: float) -> None:
-        """A prompt was just computed here."""
-        if self.told is not None:
-            self.told.expect(deepest_first)
-        self.predicted.expect(deepest_first, now)
+        """A prompt was just computed here; where events come they say so, and more exactly."""
+        if self.told is None:
+            self.predicted.expect(deepest_first, now)
 
     def lease(self, tokens: int, now: float) -> Lease:
         self.in_flight += 1

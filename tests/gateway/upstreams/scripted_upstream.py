@@ -189,10 +189,8 @@ def start_upstream(script: Script, **fields: Any) -> Iterator[ScriptedUpstream]:
 
 def sse(*data: Any, separator: str = "\n\n") -> bytes:
     """Events of these values; a text stands as it is."""
-    return b"".join(
-        f"data: {one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)}{separator}".encode()
-        for one in data
-    )
+    texts = [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in data]
+    return "".join(f"data: {text}{separator}" for text in texts).encode()
 
 
 def chunk(text: str | None = None, *, finish: str | None = None, **fields: Any) -> dict[str, Any]:

@@ -79,7 +79,10 @@ def test_a_stream_keeps_its_bytes_but_for_id_model_and_usage(relayed) -> None:
         (row,) = rows(gateway)
     assert (row["status"], row["quality"], row["path"]) == ("ok", "exact", "upstream")
     assert (row["prompt_tokens"], row["cached_tokens"], row["completion_tokens"]) == (12, 8, 3)
-    assert row["admitted_prompt_tokens"] == len(json.dumps(ASK["messages"], separators=(",", ":"))) // 2
+    assert (
+        row["admitted_prompt_tokens"]
+        == len(json.dumps(ASK["messages"], separators=(",", ":"))) // 2
+    )
     assert row["node"] == expected["x-kagari-node"]
 
 
@@ -149,7 +152,7 @@ def test_a_whole_answer_keeps_what_it_holds(relayed) -> None:
         assert reply.status_code == 200, reply.text
         request_id = reply.headers["x-request-id"]
         assert b'"odd":1.50' in upstream.asked[0].raw
-        assert b'[1.50]' in reply.content
+        assert b"[1.50]" in reply.content
         assert b'"odd":{"b": 1e400}' in reply.content
         assert f'"id":"chatcmpl-{request_id}"' in reply.text
         body = json.loads(reply.text)
