@@ -277,8 +277,9 @@ def _typed(values: Mapping[str, Any], origins: Mapping[str, str]) -> GatewayConf
             try:
                 settings[key] = msgspec.convert(value, types[key], strict=strict)
             except msgspec.ValidationError as error:
+                shown = "a table" if name == "upstreams" else repr(value)  # it may hold a secret
                 raise ConfigError(
-                    name, repr(value), str(error), f"Set by {origins[name]}; mend it there."
+                    name, shown, str(error), f"Set by {origins[name]}; mend it there."
                 ) from error
     return msgspec.convert(tree, GatewayConfig)
 

@@ -1,4 +1,4 @@
-"""A whole model folder in Hugging Face's form, tokenizer and template included, for foreign servers."""
+"""A whole model folder in Hugging Face's form, tokenizer and template too, for foreign servers."""
 
 from __future__ import annotations
 
