@@ -78,8 +78,9 @@ async def listening(upstream: Upstream, server: Server, address: str, replay: st
 
     def book() -> BlockBook:
         assert upstream.text is not None, "the settings were checked"
-        return BlockBook(upstream.text.page_size, lambda salt: _root(upstream, server, salt))
+        return BlockBook(upstream.text.page_size, lambda salt: _root(upstream, salt))
 
+    await server.answered.wait()  # a page's key is of a model
     context = zmq.asyncio.Context()
     events = EventLog(server, book)
     try:
@@ -131,10 +132,8 @@ async def _replay(context: Any, address: str, events: EventLog, first: int) -> N
             events.take(int.from_bytes(parts[1], "big"), parts[2])
 
 
-def _root(upstream: Upstream, server: Server, cache_salt: str | None) -> bytes | None:
-    """Of the chain of who sent this salt, for the model that the server itself serves."""
-    salt = upstream.salt_named(cache_salt)
-    model = next(
-        (ours for ours, theirs in upstream.names().items() if theirs in server.listed), None
-    )
+def _root(upstream: Upstream, cache_salt: str | None) -> bytes | None:
+    """Of the chain of who sent this salt, for the first model that is served there: those beside it
+    are adapters, whose events say so."""
+    salt, model = upstream.salt_named(cache_salt), next(iter(upstream.names()), None)
     return None if salt is None or model is None else upstream.root(model, salt)

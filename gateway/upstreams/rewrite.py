@@ -16,10 +16,8 @@ from gateway.upstreams.events import Event, Garbled, data_of
 from gateway.upstreams.usage import Told, read_usage
 
 Members = dict[str, Raw]
-INTERNAL = (
-    "kv_transfer_params",
-    "ec_transfer_params",
-)  # where the upstream's servers are is nobody's business
+# Where an upstream's servers are is nobody's business.
+INTERNAL = ("kv_transfer_params", "ec_transfer_params")
 _encode = msgspec.json.Encoder().encode
 _decode_members = msgspec.json.Decoder(Members).decode
 _NULLS = (b',"usage":null', b', "usage": null', b',"usage": null')

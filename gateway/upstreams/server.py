@@ -69,6 +69,7 @@ class Server:
         self.probes = Probes()
         self.listed: dict[str, Listed] = {}  # by the last good probe
         self.problem = "not asked yet"
+        self.answered = asyncio.Event()  # it was up, once
         self.in_flight = 0
         self.outstanding_tokens = 0  # of prompts whose first byte has not come
         self.predicted = PredictedResidency(MAX_KEYS)
@@ -117,6 +118,8 @@ class Server:
             self.listed = listed
         if self.probes.take(not self.problem):
             log.info("upstream", server=self.name, up=self.probes.is_up, problem=self.problem)
+        if self.probes.is_up:
+            self.answered.set()
 
 
 @dataclass(slots=True, eq=False)
