@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, get_args
 
 import msgspec
 import structlog
@@ -16,6 +18,7 @@ from gateway.config import ConfigError, load
 from gateway.ledger.files import LedgerError
 from gateway.ledger.keys import KeyRefused
 from gateway.telemetry import log_to_stderr
+from gateway.upstreams.settings import Dialect
 from policies.pairing import SplitMode
 from policies.pricing import PriceError
 from policies.routing import RoutingPolicy
@@ -58,9 +61,26 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--model", "--models", dest="models", nargs="+", action="extend")
     flags.add_argument("--prices-file", metavar="FILE", help="price table (the shipped one)")
     flags.add_argument("--region", help="this gateway's region (local)")
+    flags.add_argument(
+        "--upstream", action="append", metavar="URL", help="a foreign server; repeat"
+    )
+    flags.add_argument("--dialect", choices=get_args(Dialect), help="of each of them (openai)")
+    flags.add_argument("--tokenizer", metavar="DIR", help="tokenizer files of their model")
     flags.add_argument("--routing", choices=[policy.value for policy in RoutingPolicy])
     flags.add_argument("--split", choices=[mode.value for mode in SplitMode])
     return flags
+
+
+def named_upstreams(options: Mapping[str, Any]) -> list[dict[str, str]] | None:
+    """The tables that --upstream, --dialect and --tokenizer stand for. Raises ConfigError."""
+    same = {name: options[name] for name in ("dialect", "tokenizer") if options[name] is not None}
+    if options["upstream"] is None:
+        if same:
+            raise ConfigError(
+                f"--{next(iter(same))}", "no --upstream", "--upstream too", "Name the server's URL."
+            )
+        return None
+    return [{"url": url, **same} for url in options["upstream"]]
 
 
 def emit(line: dict[str, object]) -> None:
@@ -78,7 +98,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         loaded = load(
             options["config"],
-            flags={setting: options[flag] for flag, setting in FLAGS.items()},
+            flags={setting: options[flag] for flag, setting in FLAGS.items()}
+            | {"upstreams": named_upstreams(options)},
         )
         log_to_stderr()
         uvloop.run(run(loaded.config, api_keys=tuple(options["api_key"]), emit=emit))

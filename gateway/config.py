@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.errors import near
+from gateway.upstreams.settings import UpstreamConfig, find_problem
 from policies.admission import AdmissionLimits
 from policies.contract.wire import MAX_LANES
 from policies.pairing import SplitMode
@@ -127,6 +128,7 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
     prefixes: PrefixesConfig = PrefixesConfig()
     tiering: TieringConfig = TieringConfig()
     log: LogConfig = LogConfig()
+    upstreams: tuple[UpstreamConfig, ...] = ()
 
 
 SECTIONS: dict[str, type[Struct]] = {
@@ -287,8 +289,9 @@ def _typed(values: Mapping[str, Any], origins: Mapping[str, str]) -> GatewayConf
             try:
                 settings[key] = msgspec.convert(value, types[key], strict=strict)
             except msgspec.ValidationError as error:
+                shown = "a table" if name == "upstreams" else repr(value)  # it may hold a secret
                 raise ConfigError(
-                    name, repr(value), str(error), f"Set by {origins[name]}; mend it there."
+                    name, shown, str(error), f"Set by {origins[name]}; mend it there."
                 ) from error
     return msgspec.convert(tree, GatewayConfig)
 
@@ -345,6 +348,9 @@ def _check(config: GatewayConfig) -> None:
         value = getattr(config.idempotency, key)
         if not value >= 0:
             raise ConfigError(f"idempotency.{key}", str(value), "0 or more", "Raise it.")
+    problem = find_problem(config.upstreams)
+    if problem is not None:
+        raise ConfigError(f"upstreams.{problem.field}", *problem[1:])
     if config.limits.choices > MAX_LANES:
         raise ConfigError(
             "limits.choices", str(config.limits.choices), f"1 to {MAX_LANES}", "Lower it."

@@ -14,7 +14,17 @@ from typing import Literal
 from msgspec import Struct
 
 from gateway import openapi
-from gateway.admin import keys, nodes, prefixes, prices, requests, routing, sessions, tenants
+from gateway.admin import (
+    keys,
+    nodes,
+    prefixes,
+    prices,
+    requests,
+    routing,
+    sessions,
+    tenants,
+    upstreams,
+)
 from gateway.admin import usage as totals
 from gateway.api import chat, completions, health, models, tokenize, usage
 from gateway.api.chat_request import ChatBody
@@ -166,6 +176,7 @@ ADMIN_ROUTES: tuple[Route, ...] = (
         answer=nodes.RoleAnswer,
         may_be_pending=True,
     ),
+    _admin("/upstreams", upstreams.list_upstreams, answer=upstreams.UpstreamList),
     _admin("/prefixes", prefixes.list_prefixes, answer=prefixes.PrefixList),
     _admin(
         "/prefixes",

@@ -17,6 +17,7 @@ from gateway.ledger.ledger import Ledger
 from gateway.ledger.reader import LedgerReader
 from gateway.nodes.fleet import Fleet
 from gateway.telemetry import Metrics
+from gateway.upstreams.registry import Upstreams
 from policies.admission import Admission
 from policies.pricing import PriceTable
 
@@ -37,5 +38,6 @@ class Services:
     body_budget: BodyBudget
     metrics: Metrics
     log: FilteringBoundLogger
+    upstreams: Upstreams | None = None  # None: none are configured
     started: bool = False  # every listener is up
     draining: asyncio.Event = field(default_factory=asyncio.Event)

@@ -105,6 +105,38 @@ METRICS = (
         ("node", "model"),
         "Pages with a wrong tag; each ended one sequence.",
     ),
+    MetricRow("kagari_upstreams", "gauge", "servers", ("state",), "Foreign servers by state."),
+    MetricRow(
+        "kagari_upstream_in_flight", "gauge", "requests", ("upstream",), "On a foreign server."
+    ),
+    MetricRow(
+        "kagari_upstream_resident_pages",
+        "gauge",
+        "pages",
+        ("upstream",),
+        "That a foreign server is told or believed to hold.",
+    ),
+    MetricRow(
+        "kagari_upstream_requests",
+        "counter",
+        "requests",
+        ("upstream", "outcome"),
+        "Relayed requests, how they ended.",
+    ),
+    MetricRow(
+        "kagari_upstream_retries",
+        "counter",
+        "attempts",
+        ("upstream",),
+        "Attempts after a failed one, by where they went.",
+    ),
+    MetricRow(
+        "kagari_upstream_usage_anomalies",
+        "counter",
+        "requests",
+        ("field",),
+        "Usage that cannot be as it was told; none: nothing was told.",
+    ),
     MetricRow("kagari_ledger_open_rows", "gauge", "rows", (), "Ledger rows not yet settled."),
     MetricRow("kagari_ttft_seconds", "histogram", "s", ("model",), "To the first token.", SECONDS),
     MetricRow("kagari_request_seconds", "histogram", "s", ("route",), "Whole requests.", SECONDS),

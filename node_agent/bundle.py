@@ -10,25 +10,21 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from engine.execute.weights.facts import MAX_VOCAB
 from node_agent.disk import write_atomically
 from node_agent.errors import NodeError
 from node_agent.gguf import read_gguf
 from node_agent.gguf_vocab import gguf_tokenizer, read_vocabulary, refuse
 from policies.contract.bundle import Bundle, decode_bundle, encode_bundle
+from policies.contract.checkpoint_text import (
+    MAX_VOCAB,
+    UnusableConfig,
+    assemble,
+    parser_family_of,
+    stop_ids,
+    template_of,
+)
 
 BUILDER_VERSION = 3  # part of the cache key: raise it when the same file gives another bundle
-# Texts that end a completion wherever they are control tokens (llama.cpp's end-of-generation set).
-END_TEXTS = (
-    "<|endoftext|>",
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|end_of_text|>",
-    "<|eom_id|>",
-    "<end_of_turn>",
-    "<|end|>",
-    "</s>",
-)
 # What a built tokenizer must give back unchanged before it is published.
 PROBES = (
     "The capital of France is Paris.",
@@ -78,7 +74,7 @@ def gguf_bundle(
         chat_template=template if isinstance(template, str) else None,
         bos_token=None if bos is None else tokens[bos],
         eos_token=None if eos is None else tokens[eos],
-        stop_token_ids=_stop_ids(tokenizer, vocabulary.end_ids),
+        stop_token_ids=stop_ids(tokenizer, vocabulary.end_ids),
         add_bos=vocabulary.add_bos and bos is not None,
         context_tokens=_positive("context_length", context),
         page_size=page_size,
@@ -87,26 +83,19 @@ def gguf_bundle(
     )
 
 
-def _stop_ids(tokenizer: Tokenizer, named: Sequence[int]) -> tuple[int, ...]:
-    """The ids the checkpoint names as its end, then every special token that always is one."""
-    specials = {
-        added.content: index
-        for index, added in tokenizer.get_added_tokens_decoder().items()
-        if added.special
-    }
-    known = [specials[text] for text in END_TEXTS if text in specials]
-    return tuple(dict.fromkeys([*named, *known]))
-
-
 def _positive(field: str, found: object) -> int:
     if type(found) is not int or found <= 0:
-        raise refuse(
-            field,
-            found=repr(found),
-            allowed="a positive number of tokens",
-            remedy="convert the checkpoint again, or name a model of the catalogue",
-        )
+        raise _unusable(field, found)
     return found
+
+
+def _unusable(field: str, found: object) -> NodeError:
+    return refuse(
+        field,
+        found=repr(found),
+        allowed="a positive number of tokens",
+        remedy="convert the checkpoint again, or name a model of the catalogue",
+    )
 
 
 # --- Hugging Face folder ------------------------------------------------------------------------
@@ -117,44 +106,22 @@ def folder_bundle(
 ) -> Bundle:
     """The bundle of a folder with config.json and tokenizer.json."""
     tokenizer_json, tokenizer, probe = _folder_tokenizer(folder)
-    config = _json(folder / "config.json", required=True)
     settings = _json(folder / "tokenizer_config.json")
-    generation = _json(folder / "generation_config.json")
-    text = config.get("text_config")
-    text = text if isinstance(text, dict) else {}  # of a model that also sees
-    bos, eos = (
-        _token_text(settings.get(f"{name}_token"))
-        or _text_of(tokenizer, config.get(f"{name}_token_id", text.get(f"{name}_token_id")))
-        for name in ("bos", "eos")
-    )
-    named = [
-        *_ids(generation.get("eos_token_id")),
-        *_ids(config.get("eos_token_id")),
-        *_ids(text.get("eos_token_id")),
-        *([] if eos is None else _ids(tokenizer.token_to_id(eos))),
-    ]
-    bos_id = None if bos is None else tokenizer.token_to_id(bos)
-    return Bundle(
-        tokenizer_json=tokenizer_json,
-        chat_template=_folder_template(folder, settings),
-        bos_token=bos,
-        eos_token=eos,
-        stop_token_ids=_stop_ids(tokenizer, named),
-        add_bos=bos_id is not None
-        and (probe[:1] == [bos_id] or settings.get("add_bos_token") is True),
-        context_tokens=_positive(
-            "max_position_embeddings",
-            context_tokens
-            or config.get("max_position_embeddings")
-            or text.get("max_position_embeddings"),
-        ),
-        page_size=page_size,
-        vocab_size=_positive(
-            "vocab_size",
-            config.get("vocab_size") or text.get("vocab_size") or tokenizer.get_vocab_size(),
-        ),
-        labels=tuple(labels),
-    )
+    try:
+        return assemble(
+            tokenizer_json,
+            tokenizer,
+            config=_json(folder / "config.json", required=True),
+            settings=settings,
+            generation=_json(folder / "generation_config.json"),
+            chat_template=_folder_template(folder, settings),
+            begins_with=probe[0] if probe else None,
+            context_tokens=context_tokens,
+            page_size=page_size,
+            labels=labels,
+        )
+    except UnusableConfig as error:
+        raise _unusable(error.field, error.value) from error
 
 
 def _folder_tokenizer(folder: Path) -> tuple[bytes, Tokenizer, list[int]]:
@@ -191,24 +158,6 @@ def _json(path: Path, *, required: bool = False) -> dict[str, Any]:
         ) from error
 
 
-def _token_text(found: object) -> str | None:
-    """A token is written as its text or as an object with `content`."""
-    if isinstance(found, dict):
-        found = found.get("content")
-    return found if isinstance(found, str) else None
-
-
-def _text_of(tokenizer: Tokenizer, found: object) -> str | None:
-    """The token that a config's id names; an id may stand in a list."""
-    ids = _ids(found)
-    return tokenizer.id_to_token(ids[0]) if ids else None
-
-
-def _ids(found: object) -> list[int]:
-    values = found if isinstance(found, list) else [found]
-    return [value for value in values if type(value) is int and 0 <= value < MAX_VOCAB]
-
-
 def _folder_template(folder: Path, settings: Mapping[str, object]) -> str | None:
     own_file = folder / "chat_template.jinja"
     if own_file.exists():
@@ -221,26 +170,7 @@ def _folder_template(folder: Path, settings: Mapping[str, object]) -> str | None
                 allowed="a template in UTF-8",
                 remedy="copy the file again from the model's source",
             ) from error
-    found = settings.get("chat_template")
-    if isinstance(found, list):  # several named templates
-        named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
-
-
-# --- tools --------------------------------------------------------------------------------------
-
-
-def parser_family_of(template: str | None) -> str | None:
-    """The form in which a template has the model write tool calls, None where it is not known.
-
-    Hermes: a JSON object of name and arguments between `<tool_call>` marks. Others write those
-    marks too, around a form of their own (`<function=…>`, `<arg_key>`).
-    """
-    source = (template or "").replace("\\", "")  # quotes are escaped where jinja has them in a text
-    shown = all(part in source for part in ("tools", "<tool_call>", '"name":', '"arguments":'))
-    foreign = "<function=" in source or "<arg_key>" in source
-    return "hermes" if shown and not foreign else None
+    return template_of(settings)
 
 
 # --- on disk ------------------------------------------------------------------------------------

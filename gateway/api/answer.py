@@ -7,7 +7,8 @@ until something is known or the first heartbeat is due, so most failures still b
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Protocol
@@ -70,7 +71,7 @@ async def answer(
     token_bytes: TokenBytes,
 ) -> None:
     """Ends and settles the run, whatever happens. Raises GatewayError before the first byte."""
-    try:
+    with settled(exchange, run):
         dialect: Dialect = make_dialect(
             completion_id=f"{make_dialect.ID_PREFIX}-{exchange.request_id}",
             created=run.created,
@@ -84,6 +85,21 @@ async def answer(
             await _Streamed(services, exchange, run, dialect, request.include_usage).send()
         else:
             await _send_whole(services.config.stream, exchange, run, dialect)
+
+
+class Settling(Protocol):
+    """A run that ends once. is_broken: a fault of ours, for which nothing is billed."""
+
+    is_broken: bool
+
+    def close(self, *, client_left: bool) -> None: ...
+
+
+@contextmanager
+def settled(exchange: Exchange, run: Settling) -> Iterator[None]:
+    """The run is closed when the block ends, however it ends; a send that stalled is ClientLeft."""
+    try:
+        yield
     except TimeoutError:  # a send that stalled: who takes nothing for so long is gone
         exchange.client_left = True
         raise ClientLeft from None

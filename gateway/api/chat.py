@@ -12,10 +12,14 @@ from gateway.api.completion_begin import Prompt, begin, enter, find_served, toke
 from gateway.api.exchange import Exchange
 from gateway.api.sse import ChatChunks
 from gateway.services import Services
+from gateway.upstreams.relay import claims, relay
 
 
 async def chat(services: Services, exchange: Exchange) -> None:
     """Key and body were checked by the caller; raises GatewayError before the first byte."""
+    if claims(services, exchange.body):
+        await relay(services, exchange, "chat")
+        return
     with enter(services, exchange) as ticket:
         request = read_chat_request(exchange.body, services.config.limits)
         exchange.body = b""  # decoded: a long stream need not hold it

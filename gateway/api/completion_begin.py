@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from gateway.api.booking import ledger_full
 from gateway.api.choice import Choice, Echo
 from gateway.api.completion_run import CompletionRun, Part
 from gateway.api.exchange import Exchange, dice
@@ -60,7 +61,7 @@ def enter(services: Services, exchange: Exchange) -> Iterator[Ticket]:
 
 def find_served(services: Services, exchange: Exchange, model: str) -> ServedModel:
     """Raises GatewayError when no such model is served."""
-    served = find_model(services.fleet, model)
+    served = find_model(services, model)
     exchange.notes["model"] = served.name  # one of ours: what a client wrote may be anything
     return served
 
@@ -148,13 +149,7 @@ async def begin(
         await run.open_row(key, session=session, deepest_key=page_keys[-1] if page_keys else None)
     except LedgerFull as refusal:
         run.discard()
-        raise GatewayError(
-            "ledger_full",
-            found="a ledger that takes no rows",
-            allowed="requests that can be billed",
-            remedy="send the request again; the operator sees the reason at /readyz",
-            retry_after_s=refusal.retry_after_s,
-        ) from None
+        raise ledger_full(refusal) from None
     except BaseException:
         run.close(client_left=exchange.client_left)
         raise

@@ -6,11 +6,12 @@ import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 
+from gateway.api.booking import open_row, tell_completion
 from gateway.api.choice import Choice, Turn
 from gateway.api.exchange import Exchange
 from gateway.errors import GatewayError
 from gateway.ledger.keys import Key
-from gateway.ledger.rows import Attempt, Ending, OpenRow, Quality, Settlement
+from gateway.ledger.rows import Attempt, Ending, Quality, Settlement
 from gateway.nodes.fleet import NoCapacity, NoNode, OldNodes
 from gateway.nodes.streams import Dispatch, Stream, Waiter
 from gateway.services import Services
@@ -105,23 +106,17 @@ class CompletionRun:
     async def open_row(self, key: Key, *, session: bytes | None, deepest_key: bytes | None) -> None:
         """Returns when the row is committed; nothing is sent to the client before. LedgerFull."""
         self._has_row = True  # from here on it is settled, even if we are cancelled while waiting
-        await self.services.ledger.open(
-            OpenRow(
-                request_id=self.exchange.request_id,
-                tenant=key.tenant,
-                key_id=key.key_id,
-                model=self.model,
-                path=self.first.path,
-                prompt_tokens=self.prompt_tokens,
-                rates=self.rates,
-                price_version=self.services.prices.version,
-                policy_version=self.services.policy_version,
-                node=self.first.node_id,
-                started_at=time.time(),
-                session_digest=self._salted(session),
-                page_digest=self._salted(deepest_key),
-                idempotency_digest=self.exchange.idempotency_digest,
-            )
+        await open_row(
+            self.services,
+            self.exchange,
+            key,
+            model=self.model,
+            path=self.first.path,
+            prompt_tokens=self.prompt_tokens,
+            rates=self.rates,
+            node=self.first.node_id,
+            session=session,
+            deepest_key=deepest_key,
         )
 
     async def next(self, timeout_s: float | None = None) -> list[Turn]:
@@ -263,18 +258,10 @@ class CompletionRun:
 
     def _tell(self, status: Ending, ttft_s: float | None, ended: float) -> None:
         usage = self.usage()
-        metrics = self.services.metrics
         first = self.first
-        metrics.count("kagari_completions", model=self.model, outcome=status)
-        metrics.count("kagari_paths", model=self.model, path=first.path)
-        if status != "failed":  # as the ledger counts
-            for tier, tokens in self._tiers().items():
-                metrics.count("kagari_cached_tier_tokens", tokens, model=self.model, tier=tier)
-            metrics.count("kagari_prompt_tokens", usage.prompt_tokens, model=self.model)
-            metrics.count("kagari_cached_tokens", usage.cached_tokens, model=self.model)
-            metrics.count("kagari_completion_tokens", usage.completion_tokens, model=self.model)
-        if ttft_s is not None:
-            metrics.observe("kagari_ttft_seconds", ttft_s, model=self.model)
+        tell_completion(
+            self.services.metrics, self.model, status, usage, self._tiers(), ttft_s, first.path
+        )
         self.exchange.notes.update(
             node=first.node_id,
             prefill_node=first.prefill_node,
@@ -288,9 +275,6 @@ class CompletionRun:
             queue_s=round(first.queue_s, 4),
             served_s=round(ended - self.exchange.started, 4),
         )
-
-    def _salted(self, digest: bytes | None) -> bytes | None:
-        return None if digest is None else self.services.home.salted(digest)
 
 
 def _precision(prefill: EngineInfo | None, info: EngineInfo) -> str:

@@ -22,6 +22,7 @@ from gateway.api.sse import TextChunks
 from gateway.nodes.views import ServedModel
 from gateway.services import Services
 from gateway.text.model import TextModel
+from gateway.upstreams.relay import claims, relay
 
 # 500,000 tokens with one alternative each: 1.2 s of a thread and 0.4 GB while they become JSON.
 MAX_TOLD = 1_000_000
@@ -29,6 +30,9 @@ MAX_TOLD = 1_000_000
 
 async def completions(services: Services, exchange: Exchange) -> None:
     """Key and body were checked by the caller; raises GatewayError before the first byte."""
+    if claims(services, exchange.body):
+        await relay(services, exchange, "text")
+        return
     with enter(services, exchange) as ticket:
         request = read_completion_request(exchange.body, services.config.limits)
         exchange.body = b""  # decoded: a long stream need not hold it

@@ -9,6 +9,7 @@ from msgspec import Struct
 from gateway.api.exchange import Exchange
 from gateway.nodes.tier_figures import tell_tiers
 from gateway.services import Services
+from gateway.upstreams.registry import tell_servers
 from policies.contract.wire import Role
 
 
@@ -39,7 +40,7 @@ async def ready(services: Services, exchange: Exchange) -> None:
         reasons.append("starting")
     if services.draining.is_set():
         reasons.append("draining")
-    if not services.fleet.models():
+    if not services.fleet.models() and not (services.upstreams and services.upstreams.models()):
         reasons.append("no_node_ready")
     if services.ledger.health().state != "ok":
         reasons.append("ledger_" + services.ledger.health().state)
@@ -69,4 +70,6 @@ async def metrics(services: Services, exchange: Exchange) -> None:
         board.reach("kagari_split", total, outcome=outcome)
     for code, total in services.fleet.pairs.failures.items():
         board.reach("kagari_split_failures", total, code=code)
+    if services.upstreams is not None:
+        tell_servers(board, services.upstreams.views())
     await exchange.reply(200, board.text(), content_type="text/plain; version=0.0.4; charset=utf-8")

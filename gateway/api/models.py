@@ -8,9 +8,9 @@ from msgspec import Struct
 
 from gateway.api.exchange import Exchange
 from gateway.errors import GatewayError, near, quote
-from gateway.nodes.fleet import Fleet
 from gateway.nodes.views import ServedModel
 from gateway.services import Services
+from gateway.upstreams.upstream import UpstreamModel
 from policies.contract.wire import EngineInfo, Tier
 from policies.pricing import Rates
 
@@ -29,33 +29,37 @@ class TierCapacity(Struct, frozen=True):
 
 
 class Disclosure(Struct, frozen=True):
-    """What is served and at what price, as far as OpenAI's own fields have no place for it."""
+    """What is served and at what price, as far as OpenAI's own fields have no place for it.
+
+    Of an upstream's model, what only its server knows is null; upstreams has their names.
+    """
 
     nodes: int
     chat: bool  # else it has no template, and only /v1/completions takes it
-    weights_precision: str
-    kv_precision: str
-    compute: str
+    weights_precision: str | None
+    kv_precision: str | None
+    compute: str | None
     tools: bool  # its template knows tools
-    weights_digest: str
-    page_size: int
-    page_bytes: int  # of kv_precision, scales included; 0: an older node, which does not tell
+    weights_digest: str | None
+    page_size: int | None
+    page_bytes: int | None  # of kv_precision, scales included; 0: an older node, which tells none
     kv_capacity: tuple[TierCapacity, ...]  # fastest first
     price_pico_usd_per_token: Rates
+    upstreams: tuple[str, ...] = ()
 
 
 class Model(Struct, frozen=True, kw_only=True):
-    """The window is told under every name that clients look for it by."""
+    """The window is told under every name that clients look for it by; null: not known."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str
-    context_length: int
-    context_window: int
-    max_model_len: int
-    max_input_tokens: int
-    meta: Training
+    context_length: int | None
+    context_window: int | None
+    max_model_len: int | None
+    max_input_tokens: int | None
+    meta: Training | None
     alias_of: str | None
     kagari: Disclosure
 
@@ -67,33 +71,58 @@ class ModelList(Struct, frozen=True, kw_only=True):
 
 async def list_models(services: Services, exchange: Exchange) -> None:
     """List what can be served now: the default first, aliases last."""
-    models = services.fleet.models()
-    await exchange.reply_json(ModelList(data=[_told(services, model) for model in models]))
+    ours = [_told(services, model) for model in services.fleet.models()]
+    taken = {model.id for model in ours}
+    theirs = [] if services.upstreams is None else services.upstreams.models()
+    told = [*ours, *(_told_of(services, model) for model in theirs if model.name not in taken)]
+    told.sort(key=lambda model: model.alias_of is not None)
+    await exchange.reply_json(ModelList(data=told))
 
 
 async def show_model(services: Services, exchange: Exchange) -> None:
     """Show a model by its name or alias."""
-    model = find_model(services.fleet, exchange.parameters["model"])
-    await exchange.reply_json(_told(services, model))
+    name = exchange.parameters["model"]
+    upstreams = services.upstreams
+    if services.fleet.model(name) is None and upstreams is not None:
+        theirs = upstreams.model(name)
+        if theirs is not None:
+            await exchange.reply_json(_told_of(services, theirs))
+            return
+    await exchange.reply_json(_told(services, find_model(services, name)))
 
 
-def find_model(fleet: Fleet, name: str) -> ServedModel:
-    """Raises GatewayError: model_not_found with the nearest names, or no_node when none is up."""
-    model = fleet.model(name)
+def find_model(services: Services, name: str) -> ServedModel:
+    """One that nodes serve. Raises GatewayError."""
+    model = services.fleet.model(name)
     if model is not None:
         return model
-    names = [served.name for served in fleet.models()]
-    if not names:
+    if services.upstreams is not None and services.upstreams.model(name) is not None:
         raise GatewayError(
+            "unsupported",
+            field="model",
+            found=f"{quote(name)}, which an upstream serves",
+            allowed="a model of a node",
+            remedy="ask for completions with it, or name another model",
+        )
+    raise unknown_model(services, name)
+
+
+def unknown_model(services: Services, name: str) -> GatewayError:
+    """model_not_found with the nearest names; no_node when nothing with such a name is up."""
+    upstreams = services.upstreams
+    names = [served.name for served in services.fleet.models()]
+    names += [] if upstreams is None else [model.name for model in upstreams.models()]
+    if not names or (upstreams is not None and upstreams.knows(name)):
+        return GatewayError(
             "no_node",
             field="model",
             found=quote(name),
-            allowed="a model of a node that is ready",
-            remedy="wait until a node is ready, see /readyz",
+            allowed="a model of a node or an upstream that is ready",
+            remedy="wait until one is ready, see /readyz",
             retry_after_s=2.0,
         )
     nearest = near(name, names) or names[:3]
-    raise GatewayError(
+    return GatewayError(
         "model_not_found",
         field="model",
         found=quote(name),
@@ -135,5 +164,36 @@ def _told(services: Services, model: ServedModel) -> Model:
                 for tier, pages in (("device", info.num_pages), *info.tier_pages)
             ),
             price_pico_usd_per_token=services.prices.rates(model.alias_of or model.name),
+        ),
+    )
+
+
+def _told_of(services: Services, model: UpstreamModel) -> Model:
+    window = model.context_tokens
+    configs = [upstream.config for upstream in model.upstreams]
+    text = model.text
+    return Model(
+        id=model.name,
+        created=CREATED,
+        owned_by=model.upstreams[0].name,
+        context_length=window,
+        context_window=window,
+        max_model_len=window,
+        max_input_tokens=None if window is None else window - 1,
+        meta=None if window is None else Training(window),
+        alias_of=model.alias_of,
+        kagari=Disclosure(
+            nodes=0,
+            chat=text is None or text.has_template,
+            weights_precision=None,
+            kv_precision=None,
+            compute=None,
+            tools=all(config.tools for config in configs),
+            weights_digest=None,
+            page_size=None if text is None else text.page_size,
+            page_bytes=None,
+            kv_capacity=(),
+            price_pico_usd_per_token=services.prices.rates(model.canonical),
+            upstreams=tuple(upstream.name for upstream in model.upstreams),
         ),
     )

@@ -1,10 +1,13 @@
-"""Ends an answer whose reader takes nothing: one timer an answer, not one a chunk."""
+"""Ends an answer whose other side stands still: one timer an answer, not one a chunk."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
 from types import TracebackType
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class StallGuard:
@@ -37,10 +40,11 @@ class StallGuard:
             self._timer.cancel()
         await self._timeout.__aexit__(kind, error, at)
 
-    async def send(self, sending: Awaitable[None]) -> None:
+    async def send(self, sending: Awaitable[T]) -> T:
+        """Or any other wait for the other side, such as for a foreign server's next piece."""
         self._since = self._loop.time()
         try:
-            await sending
+            return await sending
         finally:
             self._since = None
 

@@ -183,6 +183,15 @@ def request(context: typer.Context, request_id: str, as_json: AsJson = False) ->
 
 
 @admin_app.command()
+def upstreams(context: typer.Context, as_json: AsJson = False) -> None:
+    """Foreign servers behind the gateway: their state and what runs there."""
+    from gateway.cli.admin_tables import show_upstreams
+
+    admin: Admin = context.obj()
+    admin.show(admin.ask("GET", "/upstreams")["upstreams"], show_upstreams, as_json=as_json)
+
+
+@admin_app.command()
 def nodes(context: typer.Context, as_json: AsJson = False) -> None:
     """Every node: state, load and pages of its engines."""
     from gateway.cli.admin_tables import show_nodes

@@ -203,6 +203,26 @@ def show_explanation(told: Any) -> None:
             )
 
 
+def show_upstreams(servers: Sequence[Any]) -> None:
+    table = plain_table(
+        *("server", "dialect", "role", "state", "in flight", "backlog", "pages", "models"),
+        "problem",
+    )
+    for one in servers:
+        table.add_row(
+            one["name"],
+            one["dialect"],
+            one["role"],
+            one["state"],
+            f"{one['in_flight']}/{one['max_in_flight']}",
+            str(one["outstanding_tokens"]),
+            f"{one['resident_pages']} {one['residency']}",
+            ", ".join(one["models"]) or "-",
+            one["problem"],
+        )
+    print_table(table)
+
+
 def show_drain(answer: Any) -> None:
     is_draining = answer["draining"]
     done = "takes nothing new" if is_draining else "is chosen again"

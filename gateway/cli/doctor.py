@@ -182,6 +182,28 @@ def check_loopback() -> Finding:
     return Finding("loopback", "ok", "127.0.0.1 answers")
 
 
+def check_upstreams(home: Path) -> list[Finding]:
+    """As a gateway that runs with this home sees its foreign servers; nothing where none runs."""
+    from gateway.cli.admin_call import find_admin
+
+    try:
+        admin = find_admin(home=home, url=None, token=None, token_file=None)
+        servers = admin.ask("GET", "/upstreams")["upstreams"]
+    except Problem:
+        return []
+    return [
+        Finding(f"upstream {one['name']}", "ok", f"up, {len(one['models'])} models")
+        if one["state"] == "up"
+        else Finding(
+            f"upstream {one['name']}",
+            "note",
+            f"{one['state']}: {one['problem'] or 'its last requests failed'}",
+            "start it, or mend its table in [[upstreams]]",
+        )
+        for one in servers
+    ]
+
+
 def findings(*, port: int, home: Path, models: Path) -> list[Finding]:
     checks: list[Callable[[], Finding]] = [
         check_python,
@@ -196,7 +218,7 @@ def findings(*, port: int, home: Path, models: Path) -> list[Finding]:
         lambda: check_models(models),
         lambda: check_clock(time.time()),
     ]
-    return [check() for check in checks]
+    return [*[check() for check in checks], *check_upstreams(home)]
 
 
 def run_doctor(*, port: int, home: Path | None, as_json: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -117,6 +118,16 @@ def serve(
     script: Annotated[
         Path | None, typer.Option(help="Answer from this script file instead of a model.")
     ] = None,
+    upstream: Annotated[
+        list[str] | None,
+        typer.Option(help="URL of a foreign server; repeat. Without --model no node is started."),
+    ] = None,
+    dialect: Annotated[
+        str | None, typer.Option(help="Of the upstreams: openai, vllm or sglang.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder with the tokenizer of the upstreams' model.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Start a gateway and its nodes here; Ctrl-C drains, a second one kills."""
@@ -144,6 +155,7 @@ def serve(
         "--step-tokens": step_tokens,
         "--overlap": overlap,
     }
+    said = {"--dialect": dialect, "--tokenizer": tokenizer}
     options = ServeOptions(
         home=folder,
         models=tuple(model or ()),
@@ -160,14 +172,17 @@ def serve(
         join_token_file=join_token_file,
         threads=threads,
         script=script,
-        engine_flags=tuple(
-            part
-            for flag, value in flags.items()
-            if value is not None
-            for part in (flag, str(value))
-        ),
+        engine_flags=given(flags),
+        upstreams=tuple(upstream or ()),
+        upstream_flags=given(said),
     )
     run(options, secret=secret, as_json=as_json)
+
+
+def given(flags: Mapping[str, object]) -> tuple[str, ...]:
+    """Flags with their values, for a child; those that were not given are left out."""
+    named = [(flag, str(value)) for flag, value in flags.items() if value is not None]
+    return tuple(part for pair in named for part in pair)
 
 
 @app.command(context_settings=PASS_ON)

@@ -40,6 +40,13 @@ class ServeOptions:
     script: Path | None = None
     # Flags and values in turn, handed to every node agent; those of BY_ROLE may differ by role.
     engine_flags: tuple[str, ...] = ()
+    upstreams: tuple[str, ...] = ()  # URLs of foreign servers
+    upstream_flags: tuple[str, ...] = ()  # what is said of them, handed to the gateway
+
+    @property
+    def has_nodes(self) -> bool:
+        """Upstreams alone need none; whoever names a model or a count wants them too."""
+        return not self.upstreams or bool(self.models) or self.script is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,7 @@ class ServePlan:
 
 def plan_serve(options: ServeOptions, *, port: int, link_port: int, admin_port: int) -> ServePlan:
     """Argument lists of all children. Raises Problem on what makes no sense."""
-    roles = node_roles(options)
+    roles = node_roles(options) if options.has_nodes else ()
     models = options.models or (DEFAULT_MODEL,)
     gateway = [
         *("--host", options.host),
@@ -79,6 +86,9 @@ def plan_serve(options: ServeOptions, *, port: int, link_port: int, admin_port: 
         gateway += ["--config", str(options.config)]
     if options.split is not None:
         gateway += ["--split", options.split]
+    for url in options.upstreams:
+        gateway += ["--upstream", url]
+    gateway += options.upstream_flags
     node = [
         *("--gateway", f"ws://{link_host(options.host)}:{link_port}"),
         *("--join-token-file", str(options.join_token_file)),

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from node_agent.bundle import load_bundle, parser_family_of
+from node_agent.bundle import load_bundle
 from node_agent.catalogue import load_catalogue
 from node_agent.checkpoints import models_folder, prepare, resolve
 from policies.contract.bundle import decode_bundle
+from policies.contract.checkpoint_text import parser_family_of
 
 # As templates have it inside a jinja text, and as plain text.
 ESCAPED = (

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+from policies.contract.checkpoint_text import MAX_VOCAB as MAX_VOCAB  # of whoever reads files
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_LAYERS = 1024
 MAX_WIDTH = 1 << 20
-MAX_VOCAB = 1 << 22
 MAX_CONTEXT = 1 << 26
 
 

@@ -201,7 +201,7 @@ def start_gateway(
                 await ended.wait()
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def thread_main() -> None:
         try:

@@ -1,0 +1,38 @@
+"""Gateways before scripted foreign servers, on real sockets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.upstreams.settings import UpstreamConfig
+from tests.gateway.api.conftest import QUICK, RunningGateway, start_gateway
+
+
+@pytest.fixture
+def relayed(tmp_path: Path) -> Callable[..., Any]:
+    """relayed(url or settings, …): a gateway without nodes before those upstreams, once they are
+    up; at its end everything must have been given back and every row settled."""
+
+    @contextmanager
+    def start(*upstreams: Any, models: int = 1, **sections: Any) -> Iterator[RunningGateway]:
+        configs = tuple(
+            UpstreamConfig(**({"probe_s": 0.1} | ({"url": one} if isinstance(one, str) else one)))
+            for one in upstreams
+        )
+        config = msgspec.structs.replace(QUICK, upstreams=configs, **sections)
+        with start_gateway(tmp_path / "home", config, nodes=0) as gateway:
+            deadline = time.monotonic() + 10
+            while len(gateway.call(lambda: gateway.services.upstreams.models())) < models:
+                assert time.monotonic() < deadline, "the upstreams are not up"
+                time.sleep(0.01)
+            yield gateway
+            gateway.wait_settled()
+
+    return start
