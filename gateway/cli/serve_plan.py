@@ -46,7 +46,9 @@ class ServeOptions:
     @property
     def has_nodes(self) -> bool:
         """Upstreams alone need none; whoever names a model or a count wants them too."""
-        return not self.upstreams or bool(self.models) or self.script is not None
+        counts = (self.num_nodes, self.num_prefill, self.num_decode)
+        is_counted = any(count is not None for count in counts)
+        return not self.upstreams or bool(self.models) or self.script is not None or is_counted
 
 
 @dataclass(frozen=True, slots=True)
