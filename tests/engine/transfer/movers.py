@@ -134,11 +134,11 @@ class Split:
         self.num_pages = -(-num_tokens // LAYOUT.page_size)
         self.keys = chain(self.num_full)
         self.deadline = time.monotonic() + within_s
+        self.address = receiver.mover.address
 
     @property
     def export(self) -> Export:
-        peer = self.receiver.mover.address
-        return Export(self.id, self.secret, peer, self.keys, self.num_tokens, self.deadline)
+        return Export(self.id, self.secret, self.address, self.keys, self.num_tokens, self.deadline)
 
     @property
     def imported(self) -> Import:
