@@ -74,6 +74,7 @@ class Incoming(Leg):
         assert self.machine.offer is not None
         return make_room(
             [way for way in self.machine.offer.ways if way in self.site.ways],
+            self.site.segments,
             self.site.engine,
             num_pages=accept.stop - accept.first,
             slot_bytes=self.machine.travels.page_bytes,
@@ -137,6 +138,8 @@ class Incoming(Leg):
         )
         self._let_go()
         self.feed(Event.ARRIVED, arrived)
+        if self.channel is not None and self.channel.is_open:
+            self.channel.send(self.site.clock())  # the slots are wanted while others are read
 
     def _let_go(self) -> None:
         """Of the pages that are arriving."""

@@ -15,6 +15,7 @@ from engine.transfer.channel import Channel
 from engine.transfer.machine import Effect, Fault, HangUp, Machine, Say, Tell
 from engine.transfer.messages import Message, decode_message, encode
 from engine.transfer.rooms import Way
+from engine.transfer.segment import Segments
 from engine.transfer.staging import TransferEngine
 from engine.transfer.states import Event, State
 
@@ -43,6 +44,7 @@ class Site:
     watch: Callable[[Channel], None]  # wait for what it brings
     part: Callable[[Channel], None]  # close it, once what was said has arrived
     call: Callable[[Leg, Callable[[], None]], None]  # from any thread: do it on the mover's
+    segments: Segments
     engine: TransferEngine | None  # Mooncake's
 
 

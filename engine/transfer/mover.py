@@ -42,6 +42,7 @@ from engine.transfer.leg import Leg, Site
 from engine.transfer.machine import Fault
 from engine.transfer.outgoing import Outgoing
 from engine.transfer.rooms import WAYS, Way
+from engine.transfer.segment import Segments
 from engine.transfer.staging import TransferEngine
 from engine.transfer.states import Event
 
@@ -84,6 +85,7 @@ class TransferMover:
             watch=self._watch,
             part=self._part,
             call=self._call,
+            segments=Segments(),
             engine=TransferEngine(_host_of(listen)) if "mooncake" in ways else None,
         )
         self._news: deque[tuple[TransferNews, list[tuple[int, int]]]] = deque()
@@ -169,6 +171,7 @@ class TransferMover:
             if left is not None:
                 left.close()
         self._selector.close()
+        self._site.segments.close()
 
     def _call(self, leg: Leg, act: Callable[[], None]) -> None:
         self._inbox.append((leg, act))

@@ -144,6 +144,7 @@ class Outgoing(Leg):
         site = self.site
         return reach_room(
             accept.room,
+            site.segments,
             site.engine,
             slot_bytes=slot_bytes,
             call=lambda act: site.call(self, act),
@@ -174,7 +175,7 @@ class Outgoing(Leg):
             )
         if room is None:
             self.channel.say(body, pages, lambda: memory.free(views))
-            self.channel.send(self.site.clock())  # it travels while the next run is made ready
+            self._send()
             return
         unsaid = _Unsaid(body)
         self._unsaid.append(unsaid)
@@ -199,6 +200,12 @@ class Outgoing(Leg):
         """All in the order in which it was said, and Pages not before the pages."""
         while self._unsaid and self._unsaid[0].is_due and self.channel is not None:
             self.channel.say(self._unsaid.popleft().body)
+        self._send()
+
+    def _send(self) -> None:
+        """At once: a run travels while the next one is made ready."""
+        if self.channel is not None and self.channel.is_open:
+            self.channel.send(self.site.clock())
 
     @property
     def has_more(self) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from engine.schedule.transfer_orders import (
@@ -26,6 +28,7 @@ from engine.schedule.transfer_orders import (
 from engine.store.quantise import convert
 from engine.transfer import outgoing, rooms
 from engine.transfer.mover import TransferMover
+from engine.transfer.segment import OwnSegment, Segments
 from tests.engine.transfer.movers import HANDOVER, LAYOUT, Pages, Side, Split, chain, until
 
 WAYS = pytest.mark.parametrize("ways", [rooms.WAYS["tcp"], rooms.WAYS["auto"]], ids=["tcp", "shm"])
@@ -66,39 +69,59 @@ def test_pages_and_the_rest_arrive(
     assert told == len(lacked) * LAYOUT.page_bytes
 
 
-def test_shared_memory_carries_the_pages_where_both_have_it(
-    sides: list[Side], monkeypatch: pytest.MonkeyPatch
+def segments_of(side: Side) -> Segments:
+    return side.mover._site.segments
+
+
+def test_shared_memory_carries_the_pages_and_serves_again(sides: list[Side]) -> None:
+    sender, receiver = pair(sides)
+    for _ in range(3):
+        Split(sender, receiver).run()
+        until(lambda: segments_of(receiver)._idle)
+        (made,) = segments_of(receiver)._idle
+        assert list(segments_of(sender)._peers) == [made.told]
+    page = sender.pages.page(4)  # the tail, which was put last
+    assert page in [made.slot(at) for at in range(made.told.slots)]
+
+
+def test_memory_of_a_sender_that_was_cut_serves_nobody_again(sides: list[Side]) -> None:
+    """It may be stopped in the middle of a page, and go on whenever it likes."""
+    sender, receiver = pair(sides)
+    split = Split(sender, receiver)
+    receiver.give(split.imported)
+    sender.give(split.export)
+    until(lambda: Accepted(split.id, 1) in sender.poll())
+    (channel,) = sender.mover._watched
+    channel.socket.shutdown(socket.SHUT_RDWR)
+    split.wait_quiet()
+    assert segments_of(receiver)._idle == []
+    Split(sender, receiver).run()
+    until(lambda: segments_of(receiver)._idle)
+    assert len(segments_of(sender)._peers) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"name": "kagari-another"}, {"nonce": bytes(32)}, {"pid": 1 << 30}, {"fd": 0}, {"slots": 1}],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_room_that_is_not_the_peers_is_done_without(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
 ) -> None:
-    made: list[object] = []
-    for name in ("OwnSegment", "PeerSegment"):
-        kind = getattr(rooms, name)
-        monkeypatch.setattr(
-            rooms, name, lambda *args, kind=kind, **how: made.append(kind(*args, **how)) or made[-1]
-        )
-    split = Split(*pair(sides))
-    split.run()
-    assert [type(room).__name__ for room in made] == ["OwnSegment", "PeerSegment"]
+    """Another machine's or container's processes have the same numbers."""
+    make = Segments.make
 
+    def make_for_another(self: Segments, **how: int) -> OwnSegment:
+        segment = make(self, **how)
+        segment.told = msgspec.structs.replace(segment.told, **change)
+        return segment
 
-def test_a_room_out_of_reach_is_done_without(
-    sides: list[Side], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as that of another container: its process is another one here, or none."""
-    told = rooms.OwnSegment.__init__
-
-    def of_another(self: rooms.OwnSegment, **how: int) -> None:
-        told(self, **how)
-        self.told = type(self.told)(*(self.told.pid, self.told.fd, "kagari-x"), *_rest(self.told))
-
-    monkeypatch.setattr(rooms.OwnSegment, "__init__", of_another)
+    monkeypatch.setattr(Segments, "make", make_for_another)
     split = Split(*pair(sides))
     split.run()
     split.arrived_right()
     assert HandedOver(split.id) in split.sender.news
-
-
-def _rest(told: object) -> list[object]:
-    return [getattr(told, name) for name in ("nonce", "slots", "slot_bytes")]
+    assert not segments_of(split.sender)._peers
 
 
 def test_the_receiver_may_hear_of_it_later(sides: list[Side]) -> None:

@@ -1,0 +1,74 @@
+"""Nothing that was changed, moved, repeated or recorded is believed, nor who has no secret."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.transfer.seal import Session
+
+SECRET, ID = bytes(range(32)), bytes(16)
+NONCES = {"dialler_nonce": b"d" * 32, "listener_nonce": b"l" * 32}
+
+
+def session(secret: bytes = SECRET, transfer_id: bytes = ID, **nonces: bytes) -> Session:
+    return Session(secret, transfer_id, **(NONCES | nonces))
+
+
+def test_both_ends_agree() -> None:
+    ours, theirs = session(), session()
+    assert ours.is_proof(theirs.proof)
+    for body in (b"one", b"two", b""):
+        assert theirs.from_dialler.proves(body, ours.from_dialler.mac(body))
+        assert ours.from_listener.proves(body, theirs.from_listener.mac(body))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"secret": bytes(32)},
+        {"transfer_id": b"x" * 16},
+        {"dialler_nonce": b"x" * 32},
+        {"listener_nonce": b"x" * 32},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_another_secret_id_or_connection_proves_nothing(other: dict[str, bytes]) -> None:
+    ours, theirs = session(), session(**other)
+    assert not ours.is_proof(theirs.proof)
+    assert not ours.from_listener.proves(b"x", theirs.from_listener.mac(b"x"))
+
+
+def test_what_one_end_said_is_not_what_the_other_says() -> None:
+    assert not session().from_listener.proves(b"x", session().from_dialler.mac(b"x"))
+
+
+@given(st.lists(st.binary(max_size=8), min_size=2, max_size=5), st.data())
+def test_only_the_next_message_is_believed(bodies: list[bytes], data: st.DataObject) -> None:
+    said = session().from_dialler
+    macs = [said.mac(body) for body in bodies]
+    heard = session().from_dialler
+    at = data.draw(st.integers(0, len(bodies) - 1))
+    for body, mac in zip(bodies[:at], macs, strict=False):
+        assert heard.proves(body, mac)
+    wrong = data.draw(st.integers(0, len(bodies) - 1).filter(lambda other: other != at))
+    assert not heard.proves(bodies[wrong], macs[wrong])
+
+
+@given(st.binary(min_size=1, max_size=64), st.data())
+def test_a_flipped_bit_is_found(body: bytes, data: st.DataObject) -> None:
+    mac = session().from_dialler.mac(body)
+    at = data.draw(st.integers(0, 8 * (len(body) + len(mac)) - 1))
+    changed = bytearray(body + mac)
+    changed[at // 8] ^= 1 << at % 8
+    assert not session().from_dialler.proves(bytes(changed[:-32]), bytes(changed[-32:]))
+
+
+def test_a_secret_is_in_nothing_that_is_said() -> None:
+    secret = os.urandom(32)
+    ours = session(secret)
+    said = ours.proof + ours.from_dialler.mac(b"x") + ours.from_listener.mac(b"x")
+    assert secret not in said
