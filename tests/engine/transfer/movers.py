@@ -69,7 +69,7 @@ class Pages:
         self.lent -= len(views)
 
 
-class Side:
+class Station:
     """A mover and what it has told."""
 
     def __init__(
@@ -119,8 +119,8 @@ class Split:
 
     def __init__(
         self,
-        sender: Side,
-        receiver: Side,
+        sender: Station,
+        receiver: Station,
         *,
         num_tokens: int = 70,
         first: int = 1,
@@ -173,7 +173,7 @@ class Split:
         self.send_all()
         self.wait_quiet()
 
-    def wait_quiet(self, *sides: Side, within_s: float = PATIENCE_S) -> None:
+    def wait_quiet(self, *sides: Station, within_s: float = PATIENCE_S) -> None:
         """Each side tells it once, as its last word; then no view is out."""
         quiet = TransferQuiet(self.id)
         for side in sides or (self.sender, self.receiver):
@@ -184,7 +184,7 @@ class Split:
             assert sum(isinstance(news, TransferFailed) for news in told) <= 1
             assert side.pages.lent == 0
 
-    def positions(self, side: Side, kind: type[Acked] | type[Arrived]) -> list[int]:
+    def positions(self, side: Station, kind: type[Acked] | type[Arrived]) -> list[int]:
         return [
             at
             for news in side.of(self.id)

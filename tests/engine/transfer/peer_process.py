@@ -10,11 +10,11 @@ import sys
 import threading
 
 from engine.schedule.transfer_orders import Accepted, Expect, TransferQuiet
-from tests.engine.transfer.movers import Side, Split, until
+from tests.engine.transfer.movers import Split, Station, until
 
 
 def main(name: str, transfer_id: str, secret: str, goes_on: str, address: str) -> None:
-    side = Side(seed=1 if name == "sender" else 2, ways=())
+    side = Station(seed=1 if name == "sender" else 2, ways=())
     split = Split(side, side, within_s=60.0)
     split.id, split.secret, split.address = (
         bytes.fromhex(transfer_id),

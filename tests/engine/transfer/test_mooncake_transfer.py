@@ -10,35 +10,34 @@ from dataclasses import replace
 import pytest
 
 from engine.schedule.transfer_orders import Accepted, Acked, Arrived, HandedOver, Withdraw
-from engine.transfer import channel, leg
 from engine.transfer.staging import TransferEngine
 from tests.engine.store.mooncake_cluster import network
-from tests.engine.transfer.movers import LAYOUT, Side, Split, until
+from tests.engine.transfer.movers import LAYOUT, Split, Station, until
 
 WAYS = ("mooncake",)
 
 
 @pytest.fixture
-def sides() -> Iterator[tuple[Side, Side]]:
+def sides() -> Iterator[tuple[Station, Station]]:
     with network().inside():
-        made = Side(seed=1, ways=WAYS), Side(seed=2, ways=WAYS)
+        made = Station(seed=1, ways=WAYS), Station(seed=2, ways=WAYS)
     yield made
     for side in made:
         side.mover.close(1.0)
 
 
-def engine_of(side: Side) -> TransferEngine:
+def engine_of(side: Station) -> TransferEngine:
     engine = side.mover._site.engine
     assert engine is not None
     return engine
 
 
 @pytest.mark.parametrize("kept", ["bf16", "int8"])
-def test_pages_arrive_through_staging_memory(sides: tuple[Side, Side], kept: str) -> None:
+def test_pages_arrive_through_staging_memory(sides: tuple[Station, Station], kept: str) -> None:
     sender, receiver = sides
     if kept != "bf16":
         with network().inside():
-            receiver = Side(replace(LAYOUT, precision=kept), seed=2, ways=WAYS)
+            receiver = Station(replace(LAYOUT, precision=kept), seed=2, ways=WAYS)
     split = Split(sender, receiver)
     split.run()
     assert split.positions(receiver, Arrived) == split.positions(sender, Acked) == [1, 2, 3, 4]
@@ -50,7 +49,7 @@ def test_pages_arrive_through_staging_memory(sides: tuple[Side, Side], kept: str
 
 
 def test_what_others_write_into_staging_memory_is_found(
-    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+    sides: tuple[Station, Station], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mooncake's ports ask nobody who they are."""
     write = TransferEngine.write
@@ -74,7 +73,7 @@ def test_what_others_write_into_staging_memory_is_found(
 
 
 def test_a_peer_out_of_the_engines_reach_is_a_failure(
-    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+    sides: tuple[Station, Station], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_of(sides[1]), "name", "127.0.0.1:1")
     split = Split(*sides)
@@ -88,7 +87,7 @@ def test_a_peer_out_of_the_engines_reach_is_a_failure(
 
 
 def test_no_page_waits_for_a_write_that_hangs(
-    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+    sides: tuple[Station, Station], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its staging memory does, and serves nobody else until it has returned."""
     sender, receiver = sides
@@ -116,9 +115,9 @@ def test_no_page_waits_for_a_write_that_hangs(
     until(lambda: len(engine_of(sender)._idle) == 1)
 
 
-def test_who_has_no_engine_takes_the_connection(sides: tuple[Side, Side]) -> None:
+def test_who_has_no_engine_takes_the_connection(sides: tuple[Station, Station]) -> None:
     with network().inside():
-        plain = Side(seed=2, ways=("shm",))
+        plain = Station(seed=2, ways=("shm",))
     split = Split(sides[0], plain)
     split.run()
     split.arrived_right()
@@ -127,10 +126,10 @@ def test_who_has_no_engine_takes_the_connection(sides: tuple[Side, Side]) -> Non
 
 
 def test_a_withdrawal_gives_clean_memory_back(
-    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+    sides: tuple[Station, Station], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leg, "DRAIN_S", 60.0)  # however busy the machine is
-    monkeypatch.setattr(channel, "SILENT_S", 60.0)
+    monkeypatch.setattr("engine.transfer.side.DRAIN_S", 60.0)  # however busy the machine is
+    monkeypatch.setattr("engine.transfer.channel.SILENT_S", 60.0)
     split = Split(*sides)
     split.receiver.give(split.imported)
     split.sender.give(split.export)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from engine.schedule.transfer_orders import Accepted, Arrived, HandedOver, Received, TransferQuiet
-from tests.engine.transfer.movers import HANDOVER, LAYOUT, Side, Split, until
+from tests.engine.transfer.movers import HANDOVER, LAYOUT, Split, Station, until
 from tests.engine.transfer.relay import Deed, Judge, Relay
 
 MESSAGES = (
@@ -53,8 +53,8 @@ class Table:
 
     def __init__(self, ways: tuple[str, ...]) -> None:
         num_pages = 8 + 4 * (len(CASES) + 1)
-        self.sender = Side(num_pages=num_pages, seed=1, ways=ways)
-        self.receiver = Side(num_pages=num_pages, seed=2, ways=ways)
+        self.sender = Station(num_pages=num_pages, seed=1, ways=ways)
+        self.receiver = Station(num_pages=num_pages, seed=2, ways=ways)
         self.relay = Relay(self.receiver.mover.address, LAYOUT.page_bytes)
         self.splits: dict[tuple[str, int, Deed] | None, Split] = {}
         for at, case in enumerate((None, *CASES)):

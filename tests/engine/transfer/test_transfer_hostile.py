@@ -28,15 +28,15 @@ from engine.transfer.messages import (
 )
 from engine.transfer.mover import MAX_STRANGERS
 from engine.transfer.seal import Session, page_digest
-from tests.engine.transfer.movers import LAYOUT, Side, Split, until
+from tests.engine.transfer.movers import LAYOUT, Split, Station, until
 from tests.engine.transfer.relay import Frame, Relay
 
 NONCE = bytes(32)
 
 
 @pytest.fixture
-def sides() -> Iterator[tuple[Side, Side]]:
-    made = Side(seed=1, ways=()), Side(seed=2, ways=())
+def sides() -> Iterator[tuple[Station, Station]]:
+    made = Station(seed=1, ways=()), Station(seed=2, ways=())
     yield made
     for side in made:
         side.mover.close(1.0)
@@ -86,7 +86,7 @@ def still_goes_well(split: Split) -> None:
 
 
 def test_who_has_not_the_secret_is_shown_the_door_and_takes_no_place(
-    sides: tuple[Side, Side],
+    sides: tuple[Station, Station],
 ) -> None:
     split = Split(*sides)
     split.receiver.give(split.imported)
@@ -112,7 +112,7 @@ def until_known(dialler: Dialler, split: Split) -> Challenge:
     raise AssertionError("nobody waits for it")
 
 
-def test_a_listener_without_the_secret_is_told_nothing(sides: tuple[Side, Side]) -> None:
+def test_a_listener_without_the_secret_is_told_nothing(sides: tuple[Station, Station]) -> None:
     """It would learn the chain's keys from an Offer."""
     split = Split(*sides)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -140,7 +140,7 @@ def test_a_listener_without_the_secret_is_told_nothing(sides: tuple[Side, Side])
     assert failure.code == "transfer_refused"
 
 
-def test_a_recording_is_worth_nothing(sides: tuple[Side, Side]) -> None:
+def test_a_recording_is_worth_nothing(sides: tuple[Station, Station]) -> None:
     split = Split(*sides)
     relay = Relay(split.address, LAYOUT.page_bytes)
     said: list[bytes] = []
@@ -170,7 +170,7 @@ def test_a_recording_is_worth_nothing(sides: tuple[Side, Side]) -> None:
     still_goes_well(other)
 
 
-def test_a_second_peer_with_the_secret_is_too_late(sides: tuple[Side, Side]) -> None:
+def test_a_second_peer_with_the_secret_is_too_late(sides: tuple[Station, Station]) -> None:
     split = Split(*sides)
     split.receiver.give(split.imported)
     split.sender.give(split.export)
@@ -183,7 +183,9 @@ def test_a_second_peer_with_the_secret_is_too_late(sides: tuple[Side, Side]) -> 
     assert HandedOver(split.id) in split.sender.news
 
 
-def test_pages_that_do_not_fit_are_a_fault_and_are_not_written(sides: tuple[Side, Side]) -> None:
+def test_pages_that_do_not_fit_are_a_fault_and_are_not_written(
+    sides: tuple[Station, Station],
+) -> None:
     """Of a peer that knows the secret: positions, digests and messages out of turn."""
     page = bytes(LAYOUT.page_bytes)
     wrong = [
@@ -229,7 +231,7 @@ def test_pages_that_do_not_fit_are_a_fault_and_are_not_written(sides: tuple[Side
     ],
     ids=["another protocol", "too long", "empty", "torn", "long after a while"],
 )
-def test_garbage_ends_a_connection(sides: tuple[Side, Side], data: bytes) -> None:
+def test_garbage_ends_a_connection(sides: tuple[Station, Station], data: bytes) -> None:
     with Dialler(sides[1].mover.address) as dialler:
         dialler.socket.sendall(data)
         assert dialler.is_closed()
@@ -238,7 +240,7 @@ def test_garbage_ends_a_connection(sides: tuple[Side, Side], data: bytes) -> Non
     still_goes_well(split)
 
 
-def test_random_bytes_never_harm(sides: tuple[Side, Side]) -> None:
+def test_random_bytes_never_harm(sides: tuple[Station, Station]) -> None:
     chance = random.Random(5)
     for _ in range(50):
         with Dialler(sides[1].mover.address) as dialler:
@@ -250,7 +252,7 @@ def test_random_bytes_never_harm(sides: tuple[Side, Side]) -> None:
     still_goes_well(split)
 
 
-def test_another_version_is_refused(sides: tuple[Side, Side]) -> None:
+def test_another_version_is_refused(sides: tuple[Station, Station]) -> None:
     split = Split(*sides)
     split.receiver.give(split.imported)
     with Dialler(split.address) as dialler:
@@ -258,7 +260,7 @@ def test_another_version_is_refused(sides: tuple[Side, Side]) -> None:
 
 
 def test_who_says_nothing_is_shown_the_door_and_a_crowd_keeps_nobody_out(
-    sides: tuple[Side, Side],
+    sides: tuple[Station, Station],
 ) -> None:
     address = sides[1].mover.address
     crowd = [Dialler(address) for _ in range(MAX_STRANGERS + 20)]

@@ -14,7 +14,7 @@ import pytest
 
 from engine.schedule.transfer_orders import Accepted, Acked, Arrived, Expect, Offered, Withdraw
 from engine.transfer.channel import SILENT_S
-from tests.engine.transfer.movers import PATIENCE_S, Side, Split, until
+from tests.engine.transfer.movers import PATIENCE_S, Split, Station, until
 
 SLACK_S = 12.0  # on a busy machine; the transfer itself has a minute
 FAST = {("SENDING", "stop"), ("RECEIVING", "kill")}
@@ -62,7 +62,7 @@ def strike(process: subprocess.Popen[str], how: str) -> None:
         until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
 
 
-def quiet_soon(split: Split, side: Side, began: float) -> None:
+def quiet_soon(split: Split, side: Station, began: float) -> None:
     split.wait_quiet(side)
     assert time.monotonic() - began < SILENT_S + SLACK_S
 
@@ -70,7 +70,7 @@ def quiet_soon(split: Split, side: Side, began: float) -> None:
 @pytest.mark.parametrize(("state", "how"), CASES)
 def test_a_peer_that_is_gone_is_noticed_in_every_state(state: str, how: str) -> None:
     is_sender = state not in ("OFFERED", "RECEIVING")
-    side = Side(seed=1 if is_sender else 2, ways=())
+    side = Station(seed=1 if is_sender else 2, ways=())
     split = Split(side, side, within_s=60.0)
     goes_on = state not in ("OFFERING", "OFFERED")
     try:
