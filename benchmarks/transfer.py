@@ -1,11 +1,11 @@
 """Pages from one engine's process to another's, each way, beside a plain socket and a plain copy.
 
-`python -m benchmarks.transfer [--quick] [--json FILE] [--pages N]`. Two processes, each with
-a mover; the time is from the order to send the pages to the news that the peer has verified all of
-them. The peers are a socket of two processes that carries the same pages unproven, and numpy's copy of them
-within one. All alternate; figures are medians, ratios medians of ratios. Mooncake's engine listens
-on every address and asks nobody who they are, so it is measured by root alone, in a network of its
-own.
+`python -m benchmarks.transfer [--quick] [--json FILE] [--pages N]`. Each side is a process with a
+mover; the time is from the order to send all pages to the news that the peer has verified them. The
+peers are a socket between two processes that carries the same pages unproven, and numpy's copy of
+them within one. All alternate; figures are medians, ratios medians of ratios. Mooncake's engine
+listens on every address and asks nobody who they are, so it is measured by root alone, in a network
+of its own.
 """
 
 from __future__ import annotations
@@ -259,10 +259,12 @@ def rows_of(sender: Sender, pages: Pages, rounds: int) -> Iterator[Beside]:
     )
 
 
-def measure(num_pages: int, rounds: int) -> Iterator[Beside | dict[str, str]]:
+def measure(
+    num_pages: int, rounds: int, ways: Sequence[str] = ("tcp", "auto", "mooncake")
+) -> Iterator[Beside | dict[str, str]]:
     """A mapping of names to reasons: what could not be measured."""
     pages = Pages(LAYOUT, num_pages)
-    for way in ("tcp", "auto", "mooncake"):
+    for way in ways:
         with ExitStack() as stack:
             if way == "mooncake":
                 try:

@@ -141,7 +141,9 @@ class TransferMover:
     def _run(self) -> None:
         ticked_at = self._clock()
         while self._ends_at is None or (self._has_transfers and ticked_at < self._ends_at):
-            for key, events in self._selector.select(self._patience_s()):
+            ready = self._selector.select(self._patience_s())
+            now = self._clock()  # who has said nothing by now: what comes meanwhile is read first
+            for key, events in ready:
                 if key.fileobj is self._bell:
                     self._bell.recv(1 << 12)
                 elif key.fileobj is self._listener:
@@ -150,7 +152,6 @@ class TransferMover:
                     self._serve(key.data, events)
             while self._inbox:
                 self._take_in(self._inbox.popleft())
-            now = self._clock()
             if now - ticked_at >= TICK_S:
                 ticked_at = now
                 self._tick(now)
@@ -287,9 +288,7 @@ class TransferMover:
 
     def _tick(self, now: float) -> None:
         owners: list[Owner] = [*self._outgoing.values(), *self._incoming.values()]
-        owners += [
-            channel.owner for channel in self._watched if not isinstance(channel.owner, Side)
-        ]
+        owners += [one.owner for one in self._watched if not isinstance(one.owner, Side)]
         for owner in owners:
             self._try(owner, lambda owner=owner: owner.tick(now))  # type: ignore[misc]
         for channel in list(self._watched):

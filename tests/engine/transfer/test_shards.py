@@ -33,7 +33,7 @@ def page_of(layout: PageLayout, seed: int = 0) -> bytes:
     return random.Random(seed).randbytes(layout.page_bytes)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(layout=LAYOUTS, sent=st.sampled_from((1, 2, 4)), kept=st.sampled_from((1, 2, 4)))
 def test_parts_of_any_degree_become_parts_of_any_other(
     layout: PageLayout, sent: int, kept: int
@@ -46,7 +46,7 @@ def test_parts_of_any_degree_become_parts_of_any_other(
         assert cut_page(again, layout, shard) == cut_page(page, layout, shard)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(layout=LAYOUTS, data=st.data())
 def test_a_grid_of_layers_and_heads_covers_a_page(layout: PageLayout, data: st.DataObject) -> None:
     def cuts(size: int) -> list[int]:

@@ -41,6 +41,7 @@ CODES: dict[Deed, set[str]] = {
 }
 CASES = [(name, nth, deed) for name, nth in MESSAGES for deed in DEEDS]
 HANDSHAKE = ("Hello", "Challenge", "Offer")  # without it a receiver waits for its deadline
+LONG_S = 60.0
 DEADLINE_S = 5.0  # of a message that was lost while both sides go on saying that they live
 
 
@@ -62,41 +63,39 @@ class Table:
                 self.sender,
                 self.receiver,
                 into=8 + 4 * at,
-                within_s=DEADLINE_S if case is not None and case[2] != "slow" else 60.0,
+                within_s=DEADLINE_S if case is not None and case[2] != "slow" else LONG_S,
             )
             if case is not None:
                 self.relay.judges[split.id] = judge(*case)
             self.receiver.give(split.imported)
             self.sender.give(replace(split.export, peer=self.relay.address))
-        # Pages in two messages: the rest is given when the first is there, or never will be.
-        rests = list(self.splits.values())
+        # Pages in two messages: the second is given when the first is there, or never will be.
+        waiting = list(self.splits.values())
         given: set[bytes] = set()
 
         def go_on() -> bool:
-            for split in list(rests):
+            for split in list(waiting):
                 told = self.sender.of(split.id)
                 if split.id not in given and Accepted(split.id, 1) in told:
                     given.add(split.id)
                     self.sender.give(split.send(1, 3))
-                is_there = bool(split.positions(self.receiver, Arrived))
-                if split.id in given and is_there:
+                if TransferQuiet(split.id) in told:
+                    waiting.remove(split)
+                elif split.id in given and split.positions(self.receiver, Arrived):
                     self.sender.give(split.send(3, 4), split.last)
-                    rests.remove(split)
-                elif TransferQuiet(split.id) in told:
-                    rests.remove(split)
-            return not rests
+                    waiting.remove(split)
+            return not waiting
 
-        until(go_on)
-        for split in self.splits.values():
-            for side in (self.sender, self.receiver):
-                until(lambda side=side, split=split: TransferQuiet(split.id) in side.of(split.id))
+        until(go_on, within_s=2 * LONG_S)
+        until(lambda: all(map(self.is_over, self.splits.values())), within_s=2 * LONG_S)
         self.lent = self.sender.pages.lent, self.receiver.pages.lent
-        self.close()
-
-    def close(self) -> None:
         self.relay.close()
         self.sender.mover.close(1.0)
         self.receiver.mover.close(1.0)
+
+    def is_over(self, split: Split) -> bool:
+        quiet = TransferQuiet(split.id)
+        return all(quiet in side.of(split.id) for side in (self.sender, self.receiver))
 
 
 @pytest.fixture(scope="module")

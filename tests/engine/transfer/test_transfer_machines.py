@@ -397,7 +397,7 @@ class HostileNetwork(Network):
 @pytest.mark.parametrize("network", [Network, HostileNetwork])
 def test_no_wrong_byte_and_every_transfer_ends_quiet(network: type[Network]) -> None:
     run_state_machine_as_test(
-        network, settings=settings(max_examples=60, stateful_step_count=50, deadline=None)
+        network, settings=settings(max_examples=25, stateful_step_count=50, deadline=None)
     )
 
 

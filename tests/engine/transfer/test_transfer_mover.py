@@ -34,6 +34,14 @@ from tests.engine.transfer.movers import HANDOVER, LAYOUT, Pages, Split, Station
 WAYS = pytest.mark.parametrize("ways", [rooms.WAYS["tcp"], rooms.WAYS["auto"]], ids=["tcp", "shm"])
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is."""
+    monkeypatch.setattr("engine.transfer.channel.SILENT_S", 60.0)
+    monkeypatch.setattr("engine.transfer.side.DRAIN_S", 60.0)
+    monkeypatch.setattr("engine.transfer.outgoing.RETRY_S", 30.0)
+
+
 @pytest.fixture
 def sides() -> Iterator[list[Station]]:
     """Movers that the test makes, closed at its end."""
@@ -267,9 +275,9 @@ def test_an_id_is_used_once(sides: list[Station]) -> None:
     split = Split(*pair(sides))
     split.run()
     for side, order in ((split.sender, split.export), (split.receiver, split.imported)):
-        side.news.clear()
+        side.of(split.id).clear()
         side.give(order)
-        until(lambda side=side: TransferQuiet(split.id) in side.poll())  # type: ignore[misc]
+        until(lambda side=side: TransferQuiet(split.id) in side.of(split.id))  # type: ignore[misc]
         failure = side.failure(split.id)
         assert failure is not None
         assert failure.code == "transfer_refused"
@@ -280,7 +288,7 @@ def test_an_import_that_crosses_the_end_of_its_expectation_is_answered_by_that_e
 ) -> None:
     split = Split(*pair(sides))
     split.receiver.give(Expect(split.id, split.secret, time.monotonic()))
-    time.sleep(0.3)  # it has ended, and nobody has looked
+    until(lambda: split.receiver.mover._news)  # it has ended, and nobody has looked
     split.receiver.give(split.imported)
     split.wait_quiet(split.receiver)
     time.sleep(0.1)
@@ -327,7 +335,7 @@ def test_either_side_may_withdraw_at_any_time(sides: list[Station], who: str, wh
 
 def test_a_page_is_not_written_once_its_transfer_was_withdrawn(sides: list[Station]) -> None:
     """Trap 17: the rest of what is on the way is read and thrown away."""
-    layout = replace(LAYOUT, num_layers=2048)  # pages of 2 MB
+    layout = replace(LAYOUT, num_layers=1024)  # pages of 1 MB
     sides += [Station(layout, seed=1, ways=()), Station(layout, seed=2, ways=())]
     sender, receiver = sides
     split = Split(sender, receiver, num_tokens=320)
@@ -448,3 +456,12 @@ def test_orders_of_unknown_transfers_are_no_error(sides: list[Station]) -> None:
     sides[0].give(Import(unknown, b"", (), 1, 0, (), (), 0.0))
     until(lambda: TransferQuiet(unknown) in sides[0].poll())
     assert len(sides[0].news) == 2
+
+
+def test_small_pages_go_in_messages_of_a_bounded_size(sides: list[Station]) -> None:
+    layout = replace(LAYOUT, num_layers=1, num_kv_heads=1, head_dim=1)  # of 64 bytes
+    sides += [Station(layout, num_pages=3000, seed=1, ways=()) for _ in range(2)]
+    split = Split(*sides, num_tokens=16 * 2500, first=0, into=0)
+    split.run()
+    split.arrived_right()
+    assert HandedOver(split.id) in split.sender.news
