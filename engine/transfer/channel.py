@@ -28,7 +28,6 @@ from engine.transfer.seal import Seal
 
 PING_S = 1.0
 SILENT_S = 3.0
-SOCKET_BYTES = 4 << 20
 _TURN_BYTES = 4 << 20  # read at once; then it is another connection's turn
 _AT_ONCE = 64  # buffers of one sendmsg
 _HEAD = Struct("<I")
@@ -68,8 +67,6 @@ class Channel:
     def __init__(self, connection: socket.socket, owner: Owner, now: float) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            connection.setsockopt(socket.SOL_SOCKET, option, SOCKET_BYTES)
         self.socket = connection
         self.owner = owner
         self.is_open = True

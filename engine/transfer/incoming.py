@@ -1,4 +1,4 @@
-"""The receiver's leg: takes pages to where they belong, and believes none before its digest."""
+"""The receiver's side: takes pages to where they belong, and believes none before its digest."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from engine.schedule.transfer_orders import Arrived, Expect, Import
 from engine.store.page_codec import copy_bytes
 from engine.store.quantise import convert
 from engine.transfer.channel import Channel
-from engine.transfer.leg import Leg, Site, Unsound
 from engine.transfer.machine import Effect, Receive, Say, Stop, Tell
 from engine.transfer.messages import Accept, Drained, HandOver, Message, Offer, Pages, Withdraw
 from engine.transfer.receiver import Receiver
 from engine.transfer.rooms import OwnRoom, make_room
 from engine.transfer.seal import page_digest
+from engine.transfer.side import Side, Site, Unsound
 from engine.transfer.states import Event
 
 
-class Incoming(Leg):
+class Incoming(Side):
     machine: Receiver
 
     def __init__(self, site: Site, order: Expect | Import) -> None:
@@ -74,6 +74,7 @@ class Incoming(Leg):
         assert self.machine.offer is not None
         return make_room(
             [way for way in self.machine.offer.ways if way in self.site.ways],
+            self.site.segments,
             self.site.engine,
             num_pages=accept.stop - accept.first,
             slot_bytes=self.machine.travels.page_bytes,
@@ -137,6 +138,8 @@ class Incoming(Leg):
         )
         self._let_go()
         self.feed(Event.ARRIVED, arrived)
+        if self.channel is not None and self.channel.is_open:
+            self.channel.send(self.site.clock())  # the slots are wanted while others are read
 
     def _let_go(self) -> None:
         """Of the pages that are arriving."""

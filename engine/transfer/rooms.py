@@ -7,7 +7,7 @@ from typing import Literal, Protocol, assert_never
 
 from engine.store.page_codec import Bytes
 from engine.transfer.messages import MAX_RUN, Room, Segment, Staging
-from engine.transfer.segment import OwnSegment, PeerSegment
+from engine.transfer.segment import Segments
 from engine.transfer.staging import OwnStaging, PeerStaging, TransferEngine
 
 Way = Literal["shm", "mooncake"]
@@ -52,6 +52,7 @@ class PeerRoom(Protocol):
 
 def make_room(
     ways: Sequence[str],
+    segments: Segments,
     engine: TransferEngine | None,
     *,
     num_pages: int,
@@ -59,11 +60,11 @@ def make_room(
     is_local: bool,
 ) -> OwnRoom | None:
     """By the first of the ways that both can go; None: pages follow their messages."""
-    slots = _slots(num_pages, slot_bytes)
+    slots = slots_of(slot_bytes)
     for way in ways if num_pages else ():
         if way == "shm" and is_local:
             try:
-                return OwnSegment(slots=slots, slot_bytes=slot_bytes)
+                return segments.make(slots=slots, slot_bytes=slot_bytes)
             except OSError:  # no memory to spare
                 continue
         if way == "mooncake" and engine is not None:
@@ -75,6 +76,7 @@ def make_room(
 
 def reach_room(
     room: Room | None,
+    segments: Segments,
     engine: TransferEngine | None,
     *,
     slot_bytes: int,
@@ -86,13 +88,12 @@ def reach_room(
             return None
         case Segment():
             try:
-                return PeerSegment(room, slot_bytes)
+                return segments.reach(room, slot_bytes)
             except OSError:  # another machine, user or namespace
                 return None
         case Staging():
-            if engine is None or room.slot_bytes != slot_bytes:
-                return None
-            if room.slots > _slots(MAX_RUN, slot_bytes):
+            ours = slots_of(slot_bytes), slot_bytes
+            if engine is None or (room.slots, room.slot_bytes) != ours:
                 return None
             buffer = engine.borrow(room.slots * slot_bytes)
             return None if buffer is None else PeerStaging(engine, buffer, room, call)
@@ -100,5 +101,5 @@ def reach_room(
             assert_never(room)
 
 
-def _slots(num_pages: int, slot_bytes: int) -> int:
-    return min(num_pages, MAX_RUN, max(LEAST_SLOTS, ROOM_BYTES // slot_bytes))
+def slots_of(slot_bytes: int) -> int:
+    return min(MAX_RUN, max(LEAST_SLOTS, ROOM_BYTES // slot_bytes))

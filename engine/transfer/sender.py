@@ -21,7 +21,7 @@ from engine.schedule.transfer_orders import (
 from engine.store.page_codec import PageLayout
 from engine.transfer.forms import form_of, misfit, travels_as
 from engine.transfer.machine import Effects, Fault, HangUp, Machine, Push, Say, Stop, Tell
-from engine.transfer.messages import Accept, Ack, Offer
+from engine.transfer.messages import MAX_RUN, Accept, Ack, Offer
 from engine.transfer.messages import HandOver as HandOverMessage
 from engine.transfer.states import SENDER, Act, State
 
@@ -84,7 +84,7 @@ class Sender(Machine):
             self._slots.extend(range(granted.slots))
         else:
             self._slots.extend([None] * max(RUNS, INLINE_BYTES // self.travels.page_bytes))
-        self._run = max(1, len(self._slots) // RUNS)
+        self._run = min(MAX_RUN, max(1, len(self._slots) // RUNS))
         self._given = self._acked = accept.first
         self._stop = accept.stop
         return [Tell(Accepted(self.transfer_id, accept.first))]

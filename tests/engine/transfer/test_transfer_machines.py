@@ -35,11 +35,11 @@ from engine.schedule.transfer_orders import (
     Withdraw,
 )
 from engine.store.page_codec import PageLayout
-from engine.transfer.leg import EVENT_OF
 from engine.transfer.machine import Effect, Fault, HangUp, Machine, Push, Receive, Say, Stop, Tell
 from engine.transfer.messages import Accept, Pages
 from engine.transfer.receiver import Receiver
 from engine.transfer.sender import Granted, Sender
+from engine.transfer.side import EVENT_OF
 from engine.transfer.states import Event, State
 
 LAYOUT = PageLayout("bf16", num_layers=1, num_kv_heads=1, page_size=16, head_dim=1)
@@ -397,7 +397,7 @@ class HostileNetwork(Network):
 @pytest.mark.parametrize("network", [Network, HostileNetwork])
 def test_no_wrong_byte_and_every_transfer_ends_quiet(network: type[Network]) -> None:
     run_state_machine_as_test(
-        network, settings=settings(max_examples=60, stateful_step_count=50, deadline=None)
+        network, settings=settings(max_examples=25, stateful_step_count=50, deadline=None)
     )
 
 
