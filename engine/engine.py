@@ -23,6 +23,7 @@ from engine.memory import rss_bytes
 from engine.pins import Pins
 from engine.purges import Purges
 from engine.schedule.events import (
+    PromptAdvanced,
     PromptTold,
     SequenceEvent,
     SequenceFailed,
@@ -333,6 +334,8 @@ class Engine:
                         step.tokens.append(token)
                     if logprobs:
                         step.rare.append(wire.Logprobs(stream.lane, logprobs))
+                case PromptAdvanced(num_computed=num_computed):
+                    step.computed.append((stream.lane, num_computed))
                 case PromptTold(start=start, entries=entries):
                     step.rare.append(wire.PromptLogprobs(stream.lane, start, entries))
                 case SequenceStarted():
@@ -375,7 +378,7 @@ class Engine:
     def _step_of(self, channel: int) -> wire.Step:
         step = self._steps.get(channel)
         if step is None:
-            step = self._steps[channel] = wire.Step(self.info.engine, 0, [], [], [])
+            step = self._steps[channel] = wire.Step(self.info.engine, 0, [], [], [], [])
         return step
 
     def _take_frames(self) -> list[Frame]:

@@ -14,7 +14,7 @@ from typing import Literal
 from msgspec import Struct
 
 from gateway import openapi
-from gateway.admin import keys, nodes, prefixes, prices, requests, sessions, tenants
+from gateway.admin import keys, nodes, prefixes, prices, requests, routing, sessions, tenants
 from gateway.admin import usage as totals
 from gateway.api import chat, completions, health, models, tokenize, usage
 from gateway.api.chat_request import ChatBody
@@ -187,6 +187,21 @@ ADMIN_ROUTES: tuple[Route, ...] = (
         may_be_pending=True,
     ),
     _admin("/prices", prices.show_prices, answer=prices.PricesAnswer),
+    _admin(
+        "/routing/explain",
+        routing.explain_recent,
+        query=routing.RecentQuery,
+        answer=routing.Explanation,
+    ),
+    _admin(
+        "/routing/explain",
+        routing.explain,
+        POST,
+        query=routing.ExplainQuery,
+        body=routing.RoutedBody,
+        answer=routing.Explanation,
+        body_bytes=None,
+    ),
     _admin(
         "/session-lookup",
         sessions.look_up_session,

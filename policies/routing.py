@@ -1,11 +1,12 @@
 """Where a request goes: filter → score → pick, in seconds, with the reasons kept.
 
-Cost is (tokens queued before it + own_weight × its own uncached tokens) ÷ the measured prefill
-rate, + the time to fetch what slower tiers hold of its prefix, where that is quicker than computing
-it: affinity and residency are worth tokens, they are no command. Among nodes whose costs are
-nearly equal the order is rendezvous hashing (Thaler and Ravishankar, 1998) on the session's key,
-else on the prompt's first page, walked with a bounded load (Mirrokni et al., 2016), so that
-gateways agree without talking and a node that joins or leaves moves few sessions.
+Cost is (tokens still to compute before it + own_weight × its own uncached tokens) ÷ the measured
+prefill rate, + the time to fetch what slower tiers hold of its prefix, where that is quicker than
+computing it, + pressure_s × k ÷ (1 − k) where a share k of the pages is in use: affinity and
+residency are worth tokens, they are no command. Among nodes whose costs are nearly equal the order
+is rendezvous hashing (Thaler and Ravishankar, 1998) on the session's key, else on the prompt's
+first page, walked with a bounded load (Mirrokni et al., 2016), so that gateways agree without
+talking and a node that joins or leaves moves few sessions.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ from policies.contract.wire import NodeState, Tier
 
 Affinity = Literal["hit", "spill", "new", "none"]
 Reason = Literal["home", "least_cost", "rendezvous", "least_in_flight", "turn"]
-Rejection = Literal["state", "engine", "wire_version", "tried", "full", "overloaded", "role"]
+Rejection = Literal[
+    "bundle", "compute", "role", "state", "engine", "wire_version", "tried", "full", "overloaded"
+]
+
+
+_MAX_KV_SHARE = 0.99  # of the pressure term, which has no end
 
 
 class RoutingPolicy(StrEnum):
@@ -37,8 +43,9 @@ class RoutingPolicy(StrEnum):
 class RoutingParameters(Struct, frozen=True, forbid_unknown_fields=True):
     """defaults/routing.toml says what each is for."""
 
-    version: str = "routing-2"
+    version: str = "routing-3"
     own_weight: float = 4.0
+    pressure_s: float = 0.5
     slack: float = 0.15
     window_s: float = 0.05
     load_bound: float = 1.25
@@ -67,8 +74,7 @@ def parse_parameters(text: str) -> RoutingParameters:
     return msgspec.toml.decode(text, type=RoutingParameters)
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Struct, frozen=True, gc=False):
     """One engine of one node as the gateway sees it now."""
 
     node_id: str
@@ -82,6 +88,7 @@ class Candidate:
     backlog_tokens: int  # uncached prompt tokens waiting or running there
     tokens_per_s: float  # measured prefill rate; 0: not known
     speaks: bool = True  # its wire version has every field that the request needs
+    kv_share: float = 0.0  # of its pages, those in use
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +101,7 @@ class Wanted:
     has_affinity_key: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Reach:
+class Reach(Struct, frozen=True, gc=False):
     """tokens: how much of the prompt's prefix an engine has, this tier and all faster ones taken
     together. fetch_s: seconds to bring one of its tokens to the device; 0 where they are there."""
 
@@ -103,21 +109,28 @@ class Reach:
     fetch_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """hit_tokens are not computed; fetching those that are in slower tiers takes fetch_s."""
+class Scored(Struct, frozen=True, gc=False):
+    """hit_tokens are not computed; fetching those that are in slower tiers takes fetch_s. The cost
+    is the sum of its four terms, in seconds."""
 
     candidate: Candidate
     hit_tokens: int
     uncached_tokens: int
-    cost_s: float
+    backlog_s: float = 0.0
+    own_s: float = 0.0  # with own_weight
     fetch_s: float = 0.0
+    pressure_s: float = 0.0
+
+    @property
+    def cost_s(self) -> float:
+        return self.backlog_s + self.own_s + self.fetch_s + self.pressure_s
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A choice and why: the scored nodes, and why others were left out."""
+    """A choice and why: what was wanted, the scored nodes, and why others were left out."""
 
+    wanted: Wanted
     chosen: Scored
     affinity: Affinity
     reason: Reason
@@ -173,12 +186,26 @@ def score(
     the fastest first."""
     scored: list[Scored] = []
     for candidate in candidates:
-        rate = candidate.tokens_per_s or parameters.fallback_tokens_per_s
+        rate = _rate(candidate, parameters)
         hit, fetch_s = _hit(reach(candidate), rate)
         uncached = max(1, wanted.prompt_tokens - hit)  # the last token is always computed
-        cost_s = (candidate.backlog_tokens + parameters.own_weight * uncached) / rate + fetch_s
-        scored.append(Scored(candidate, hit, uncached, cost_s, fetch_s))
+        used = min(candidate.kv_share, _MAX_KV_SHARE)
+        scored.append(
+            Scored(
+                candidate,
+                hit,
+                uncached,
+                backlog_s=candidate.backlog_tokens / rate,
+                own_s=parameters.own_weight * uncached / rate,
+                fetch_s=fetch_s,
+                pressure_s=parameters.pressure_s * used / (1.0 - used),
+            )
+        )
     return scored
+
+
+def _rate(candidate: Candidate, parameters: RoutingParameters) -> float:
+    return candidate.tokens_per_s or parameters.fallback_tokens_per_s
 
 
 def _hit(reaches: Sequence[Reach], tokens_per_s: float) -> tuple[int, float]:
@@ -209,6 +236,7 @@ def pick(
         near = [one for one in scored if one.cost_s <= least + parameters.window_s]
         chosen, reason = _pick_near(near, scored, wanted, parameters)
     return Decision(
+        wanted=wanted,
         chosen=chosen,
         affinity=affinity(wanted, chosen.candidate.node_id),
         reason=reason,
@@ -222,7 +250,7 @@ def _pick_home(
 ) -> Scored | None:
     for one in scored:
         if one.candidate.node_id == wanted.home:
-            rate = one.candidate.tokens_per_s or parameters.fallback_tokens_per_s
+            rate = _rate(one.candidate, parameters)
             slack_s = max(parameters.window_s, parameters.slack * wanted.prompt_tokens / rate)
             return one if one.cost_s <= least + slack_s else None
     return None
@@ -236,13 +264,19 @@ def _pick_near(
 ) -> tuple[Scored, Reason]:
     if len(near) == 1:
         return near[0], "least_cost"
-    total = sum(one.candidate.in_flight for one in scored)
-    room = ceil(parameters.load_bound * (total + 1) / len(scored))
+    # A node's share of the bound is its share of the fleet's rate.
+    sequences = sum([one.candidate.in_flight for one in scored]) + 1
+    rate = sum([_rate(one.candidate, parameters) for one in scored])
+    most_per_rate = parameters.load_bound * sequences / rate
+
+    def load(one: Scored) -> float:
+        return one.candidate.in_flight / _rate(one.candidate, parameters)
+
     ordered = sorted(near, key=lambda one: rendezvous(wanted.hash_key, one.candidate), reverse=True)
     for one in ordered:
-        if one.candidate.in_flight < room:
+        if one.candidate.in_flight < ceil(most_per_rate * _rate(one.candidate, parameters)):
             return one, "rendezvous"
-    return min(ordered, key=lambda one: one.candidate.in_flight), "least_in_flight"
+    return min(ordered, key=load), "least_in_flight"
 
 
 def pick_in_turn(
@@ -253,8 +287,9 @@ def pick_in_turn(
 ) -> Decision:
     """The baseline: the turn-th node in order of node_id, whatever it holds."""
     ordered = sorted(candidates, key=lambda one: (one.node_id, one.engine))
-    chosen = Scored(ordered[turn % len(ordered)], 0, wanted.prompt_tokens, 0.0)
+    chosen = Scored(ordered[turn % len(ordered)], 0, wanted.prompt_tokens)
     return Decision(
+        wanted=wanted,
         chosen=chosen,
         affinity=affinity(wanted, chosen.candidate.node_id),
         reason="turn",
@@ -280,8 +315,5 @@ def rendezvous(key: bytes, candidate: Candidate) -> bytes:
 
 def retry_after_s(candidates: Sequence[Candidate], parameters: RoutingParameters) -> float:
     """When the least loaded of the full nodes may have room again: 0.5 to 30 s."""
-    waits = [
-        one.backlog_tokens / (one.tokens_per_s or parameters.fallback_tokens_per_s)
-        for one in candidates
-    ]
+    waits = [one.backlog_tokens / _rate(one, parameters) for one in candidates]
     return min(30.0, max(0.5, min(waits, default=1.0)))

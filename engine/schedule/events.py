@@ -20,6 +20,14 @@ class SequenceStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptAdvanced:
+    """A step computed a part of a prompt, up to num_computed, and no token yet."""
+
+    sequence_id: int
+    num_computed: int
+
+
+@dataclass(frozen=True, slots=True)
 class PromptTold:
     """Log probabilities of prompt positions start, start + 1, …; each once, before any token."""
 
@@ -54,7 +62,14 @@ class SequenceFailed:
     usage: Usage
 
 
-SequenceEvent = SequenceStarted | PromptTold | TokensProduced | SequenceFinished | SequenceFailed
+SequenceEvent = (
+    SequenceStarted
+    | PromptAdvanced
+    | PromptTold
+    | TokensProduced
+    | SequenceFinished
+    | SequenceFailed
+)
 
 
 class SequenceRefused(Exception):

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from engine.config import ScheduleConfig
 from engine.schedule.events import (
     Load,
+    PromptAdvanced,
     PromptTold,
     SequenceEvent,
     SequenceFailed,
@@ -339,7 +340,10 @@ class Scheduler:
                 assert len(entries) == len(told), f"row {index} tells of {len(entries)} tokens"
                 events.append(PromptTold(sequence.sequence_id, told.start, entries))
                 sequence.num_told = told.stop
-            if token is not None:
+            if token is None:
+                if len(row.token_ids) > 1 and not sequence.num_completion:
+                    events.append(PromptAdvanced(sequence.sequence_id, sequence.num_computed))
+            else:
                 assert row.samples, f"row {index} got a token and did not ask for one"
                 logprob = result.logprobs.get(index)
                 if sequence.role == "prefill":

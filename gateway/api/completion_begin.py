@@ -23,7 +23,7 @@ from gateway.nodes.views import ServedModel
 from gateway.services import Services
 from gateway.text.errors import TextError
 from policies.admission import Shed, Ticket
-from policies.affinity import BodyHints, find_signal, scoped_digest
+from policies.affinity import BodyHints, Signal, find_signal, scoped_digest
 from policies.contract.page_keys import seed
 
 
@@ -94,43 +94,23 @@ async def begin(
         if shed is not None:
             raise shed_error(shed)
 
-    info, text = served.info, served.text
-    canonical = served.alias_of or served.name
-    salt = services.home.salt(key.tenant)
-    root = seed(
-        identity=info.identity,
-        tokenizer_digest=info.tokenizer_digest,
-        page_size=info.page_size,
-        salt=salt,
-    )
+    text, canonical = served.text, canonical_name(served)
     signal = find_signal(exchange.headers, hints)
     for source in signal.ignored:
         services.metrics.count("kagari_affinity_ignored", source=source)
-    session = (
-        scoped_digest(tenant=key.tenant, model=canonical, value=signal.value)
-        if signal.value is not None
-        else None
-    )
+    session = session_key(key.tenant, served, signal)
     parts: list[Part] = []
     for number, (prompt, max_tokens) in enumerate(zip(prompts, limits, strict=True)):
-        dispatch = Dispatch(
+        dispatch = make_dispatch(
+            services,
+            served,
+            prompt,
+            sampling,
             # Each prompt is a Submit of its own; the row is the request's.
             request_id=f"{exchange.request_id}.{number}" if number else exchange.request_id,
             tenant=key.tenant,
-            model=canonical,
-            prompt=prompt.ids,
-            page_keys=text.page_keys(root, prompt.ids),
-            salt=salt,
-            # Each prompt draws as if it were alone, so that its place in a batch changes nothing.
-            sampling=sampling.to_wire(
-                text,
-                max_tokens=max_tokens,
-                seed=dice.getrandbits(63) if sampling.seed is None else sampling.seed,
-            ),
-            deadline_s=services.config.limits.request_deadline_s,
-            affinity_key=session,
-            n=sampling.n,
-            compute=info.compute,
+            session=session,
+            max_tokens=max_tokens,
             retention_s=retention.seconds,
         )
         choices = [
@@ -179,6 +159,59 @@ async def begin(
         run.close(client_left=exchange.client_left)
         raise
     return run
+
+
+def canonical_name(served: ServedModel) -> str:
+    return served.alias_of or served.name
+
+
+def session_key(tenant: str, served: ServedModel, signal: Signal) -> bytes | None:
+    """The conversation's name inside one tenant and model; None without a signal."""
+    if signal.value is None:
+        return None
+    return scoped_digest(tenant=tenant, model=canonical_name(served), value=signal.value)
+
+
+def make_dispatch(
+    services: Services,
+    served: ServedModel,
+    prompt: Prompt,
+    sampling: SamplingRequest,
+    *,
+    request_id: str,
+    tenant: str,
+    session: bytes | None,
+    max_tokens: int,
+    retention_s: float | None = None,
+) -> Dispatch:
+    """What the fleet must know of one prompt."""
+    info, text = served.info, served.text
+    salt = services.home.salt(tenant)
+    root = seed(
+        identity=info.identity,
+        tokenizer_digest=info.tokenizer_digest,
+        page_size=info.page_size,
+        salt=salt,
+    )
+    return Dispatch(
+        request_id=request_id,
+        tenant=tenant,
+        model=canonical_name(served),
+        prompt=prompt.ids,
+        page_keys=text.page_keys(root, prompt.ids),
+        salt=salt,
+        # Each prompt draws as if it were alone, so that its place in a batch changes nothing.
+        sampling=sampling.to_wire(
+            text,
+            max_tokens=max_tokens,
+            seed=dice.getrandbits(63) if sampling.seed is None else sampling.seed,
+        ),
+        deadline_s=services.config.limits.request_deadline_s,
+        affinity_key=session,
+        n=sampling.n,
+        compute=info.compute,
+        retention_s=retention_s,
+    )
 
 
 async def tokenised(

@@ -35,7 +35,7 @@ async def completions(services: Services, exchange: Exchange) -> None:
         exchange.notes.update(stream=request.stream)
         served = find_served(services, exchange, request.model)
         prompts = [
-            await _prompt(services, served, field, prompt, has_echo=request.echo)
+            await read_prompt(services, served, field, prompt, has_echo=request.echo)
             for field, prompt in request.prompts
         ]
         _check_told(request.sampling, prompts)
@@ -54,7 +54,7 @@ async def completions(services: Services, exchange: Exchange) -> None:
         )
 
 
-async def _prompt(
+async def read_prompt(
     services: Services,
     served: ServedModel,
     field: str,

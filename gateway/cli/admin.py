@@ -320,6 +320,33 @@ def prices(context: typer.Context, as_json: AsJson = False) -> None:
 
 
 @admin_app.command()
+def explain(
+    context: typer.Context,
+    file: Annotated[
+        Path | None, typer.Argument(help="A client's request as JSON: a dry run.")
+    ] = None,
+    request_id: Annotated[str | None, typer.Option("--request", help="A recent request.")] = None,
+    tenant: Annotated[str, typer.Option(help="Of the dry run.")] = "default",
+    session: Annotated[str | None, typer.Option(help="x-session-affinity of the dry run.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Why a request went, or would go, to its node: every candidate and what it costs."""
+    from gateway.cli.admin_call import misused, read_body
+    from gateway.cli.admin_tables import show_explanation
+
+    admin: Admin = context.obj()
+    if file is None and request_id is not None:
+        told = admin.ask("GET", "/routing/explain", query={"request_id": request_id})
+    elif file is not None and request_id is None:
+        query = {"tenant": tenant, "session": session}
+        body = read_body(file, "FILE")
+        told = admin.ask("POST", "/routing/explain", query=query, body=body)
+    else:
+        raise misused("FILE", "what names no one request", "FILE alone, or --request alone")
+    admin.show(told, show_explanation, as_json=as_json)
+
+
+@admin_app.command()
 def sessions(
     context: typer.Context,
     value: Annotated[str | None, typer.Argument(help="What the client sent.")] = None,

@@ -135,14 +135,20 @@ def read_token(path: Path) -> str:
 
 def read_prompt(file: Path) -> dict[str, Any]:
     """The parts of a request's body that its prompt is made of. Raises Problem."""
+    told = read_body(file, "--file")
+    return {name: told[name] for name in ("messages", "tools", "prompt") if name in told}
+
+
+def read_body(file: Path, field: str) -> dict[str, Any]:
+    """A request's body. Raises Problem that names the field."""
     allowed = "a JSON object with messages, or with prompt"
     try:
         told = json.loads(file.expanduser().read_text())
     except (OSError, ValueError) as error:
-        raise misused("--file", f"{file}: {error}", allowed) from error
+        raise misused(field, f"{file}: {error}", allowed) from error
     if not isinstance(told, dict):
-        raise misused("--file", f"{file}: no object", allowed)
-    return {name: told[name] for name in ("messages", "tools", "prompt") if name in told}
+        raise misused(field, f"{file}: no object", allowed)
+    return told
 
 
 def refusal(error: HttpError) -> Problem:

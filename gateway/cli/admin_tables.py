@@ -167,6 +167,42 @@ def _tier(tier: Any) -> str:
     return f"{tier['tier']} {tier['pages_used']}/{total}{told}"
 
 
+def show_explanation(told: Any) -> None:
+    """Costs and their terms in seconds, the least first."""
+    terms = ("cost_s", "backlog_s", "own_s", "fetch_s", "pressure_s")
+    for attempt, decision in enumerate(told["decisions"], 1):
+        chosen = decision["node_id"] or "nowhere"
+        sys.stdout.write(
+            f"attempt {attempt}: {chosen}, {decision['reason']}; {decision['prompt_tokens']:,}"
+            f" tokens, affinity {decision['affinity'] or '-'}, home {decision['home'] or '-'}\n"
+        )
+        table = plain_table(
+            "", "node", "engine", *(term.removesuffix("_s") for term in terms), "hit", "uncached",
+            "ahead", "in flight",
+        )  # fmt: skip
+        for one in decision["candidates"]:
+            table.add_row(
+                "*" if one["is_chosen"] else "",
+                one["node_id"] + (" (home)" if one["is_home"] else ""),
+                str(one["engine"]),
+                *(f"{one[term]:.3f}" for term in terms),
+                f"{one['hit_tokens']:,}",
+                f"{one['uncached_tokens']:,}",
+                f"{one['backlog_tokens']:,}",
+                str(one["in_flight"]),
+            )
+        print_table(table)
+        for one in decision["rejected"]:
+            sys.stdout.write(f"{one['node_id']} not: {one['why']}\n")
+        if (pairing := decision["pairing"]) is not None:
+            times = [f"{pairing[name]:.3f} s" for name in ("whole_s", "split_s", "spared_s")]
+            sys.stdout.write(
+                f"{decision['path']}, {pairing['reason']}: {pairing['uncached_tokens']:,} uncached"
+                f" tokens; first token in {times[0]} whole, in {times[1]} by a pair, which spares"
+                f" {times[2]}; prefill {pairing['prefill_node'] or '-'}\n"
+            )
+
+
 def show_drain(answer: Any) -> None:
     is_draining = answer["draining"]
     done = "takes nothing new" if is_draining else "is chosen again"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gateway.nodes.legs import Leg
 from gateway.nodes.streams import Flow
+from policies.backlog import Backlog
 from policies.contract.wire import EngineInfo, EngineReport, Tier
 from policies.residency import Residency
 
@@ -13,11 +14,7 @@ MAX_KEYS = 2_000_000
 
 
 class Engine:
-    """The load book counts uncached prompt tokens of streams that await their first token here.
-
-    A report knows other gateways' work too, but is up to a second old: the backlog is the greater
-    of our own book and of what was reported corrected by what we did since.
-    """
+    """Its backlog, its pages and its last report, in one of its lives."""
 
     def __init__(self, info: EngineInfo) -> None:
         self.info = info
@@ -26,20 +23,13 @@ class Engine:
         most = max(1, info.num_pages) * KEYS_PER_PAGE + slower
         self.residency = Residency(min(MAX_KEYS, most))
         self.resync_asked = False
-        self.outstanding_tokens = 0  # ours, without a first token
         self.seated_tokens = 0  # ours: prompts of flows that have not ended
-        self._reports = 0
-        self._reported_tokens = 0  # by the last report, less ours that were answered since
-        self._fresh_tokens = 0  # ours, sent since the last report, without a first token
+        self.backlog = Backlog()
 
     @property
     def ready(self) -> bool:
         """By its last report; one that has not reported yet came up to be announced."""
         return self.report is None or self.report.state == "ready"
-
-    @property
-    def backlog_tokens(self) -> int:
-        return max(self.outstanding_tokens, self._reported_tokens + self._fresh_tokens)
 
     @property
     def capacity_tokens(self) -> int:
@@ -58,6 +48,12 @@ class Engine:
         return reported or self.info.prefill_tokens_per_s
 
     @property
+    def kv_share(self) -> float:
+        """Of its device pages, those in use by the last report."""
+        report = self.report
+        return report.pages_held / report.pages_total if report and report.pages_total else 0.0
+
+    @property
     def fetch_rates(self) -> dict[Tier, float]:
         """Bytes per second of each slower tier that works; 0: not measured yet."""
         tiers = self.report.tiers if self.report is not None else ()
@@ -65,17 +61,12 @@ class Engine:
 
     def take_report(self, report: EngineReport) -> None:
         self.report = report
-        self._reports += 1
-        self._reported_tokens = report.uncached_tokens
-        self._fresh_tokens = 0
+        self.backlog.take_report(report.uncached_tokens, report.step)
 
     def credit(self, flow: Flow | Leg, tokens: int) -> None:
         """Count a flow's uncached tokens as sent here."""
         flow.engine = self
-        flow.credit = tokens
-        flow.credit_report = self._reports
-        self.outstanding_tokens += tokens
-        self._fresh_tokens += tokens
+        flow.credit = self.backlog.open(tokens)
 
     def seat(self, flow: Flow) -> None:
         """The flow's context lies here until it leaves."""
@@ -88,18 +79,18 @@ class Engine:
         self.seated_tokens -= flow.seated_tokens
         flow.seated_tokens = 0
 
-    def computed(self, flow: Flow | Leg) -> None:
+    def advance(self, flow: Flow | Leg, computed_tokens: int, step: int) -> None:
+        """A step computed a part of the flow's prompt."""
+        if flow.credit is not None:
+            self.backlog.advance(flow.credit, len(flow.dispatch.prompt) - computed_tokens, step)
+
+    def computed(self, flow: Flow, step: int) -> None:
         """The flow's first token came: Started comes after a chunk, this after the whole prompt."""
-        self.release(flow)
+        if flow.credit is not None:
+            self.backlog.answer(flow.credit, step)
         self.residency.expect(flow.keys)
 
     def release(self, flow: Flow | Leg) -> None:
-        """The flow's prompt is no work now: it was computed, or the flow ended. Idempotent."""
-        tokens, flow.credit = flow.credit, 0
-        if tokens == 0:
-            return
-        self.outstanding_tokens -= tokens
-        if flow.credit_report == self._reports:
-            self._fresh_tokens -= tokens
-        else:
-            self._reported_tokens = max(0, self._reported_tokens - tokens)
+        """Its prompt is no work here now. Idempotent."""
+        if flow.credit is not None:
+            self.backlog.close(flow.credit)

@@ -24,15 +24,14 @@ from gateway.nodes.legs import Leg
 from gateway.nodes.node import LOST_AFTER_S, SUSPECT_AFTER_S, Node
 from gateway.nodes.outbox import OUTBOX_BYTES, Outbox
 from gateway.nodes.pairs import RETRYABLE, TRANSFER_CODES, Pairs, Seat
+from gateway.nodes.placement import Choice, Placement
 from gateway.nodes.placement import NoCapacity as NoCapacity  # what dispatch raises is ours too
 from gateway.nodes.placement import NoNode as NoNode
 from gateway.nodes.placement import OldNodes as OldNodes
-from gateway.nodes.placement import Placement
 from gateway.nodes.served import ServedModels
 from gateway.nodes.session import Session
 from gateway.nodes.streams import Dispatch, Flow, Lane, Stream, Try, Waiter
 from gateway.nodes.views import NodeView, Place, Residence, ServedModel, SessionView, node_view
-from policies import pairing
 from policies.contract import wire
 from policies.contract.wire import (
     BundlePart,
@@ -56,6 +55,7 @@ from policies.contract.wire import (
     Welcome,
 )
 from policies.pairing import PairingParameters, SplitMode
+from policies.pairing import parse_parameters as parse_pairing
 from policies.residency import event_keys
 from policies.routing import RoutingParameters, RoutingPolicy, parse_parameters
 
@@ -84,7 +84,7 @@ def default_parameters() -> RoutingParameters:
 def default_pairing() -> PairingParameters:
     """policies/defaults/pairing.toml as it is installed."""
     text = files("policies").joinpath("defaults/pairing.toml").read_text("utf-8")
-    return pairing.parse_parameters(text)
+    return parse_pairing(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +182,10 @@ class Fleet:
         assert session is not None  # its state is ready
         flow.attempt += 1
         if prefill is None:
-            flow.tries.append(Try(seat.node.node_id, plan.path))
+            flow.tries.append(Try(seat.node.node_id, plan.choice.path))
         else:
             source = prefill.node.node_id, prefill.engine.info
-            flow.tries.append(Try(seat.node.node_id, plan.path, *source))
-        flow.decision, flow.pairing = plan.decision, plan.pairing
+            flow.tries.append(Try(seat.node.node_id, plan.choice.path, *source))
         flow.cached_tokens = None
         flow.cached_by_tier = {}
         flow.prompt_logprobs = []
@@ -195,9 +194,10 @@ class Fleet:
         session.submit(flow, seat.engine.info.engine, flow.deadline - now, seat.transfer)
         if prefill is not None:
             self._begin_leg(flow, prefill, now)
-        if plan.pairing is not None and plan.pairing.reason != "short":
-            self._balance.prompt_tokens += plan.pairing.uncached_tokens
-        self._placement.settle_home(flow, seat.node.node_id, now)
+        pairing = plan.choice.pairing
+        if pairing is not None and pairing.reason != "short":
+            self._balance.prompt_tokens += pairing.uncached_tokens
+        self._placement.settle(flow, plan.choice, now)
 
     def _begin_leg(self, flow: Flow, prefill: Seat, now: float) -> None:
         """Decode was told first, so that it usually knows who comes."""
@@ -208,6 +208,17 @@ class Fleet:
         prefill.engine.credit(leg, prefill.uncached_tokens)
         engine = prefill.engine.info.engine
         session.submit_leg(leg, engine, flow.deadline - now, prefill.transfer)
+
+    def explain(self, dispatch: Dispatch) -> Choice:
+        """Where it would go now; nothing is sent or changed. Raises NoNode or NoCapacity."""
+        flow, now = Flow(dispatch, event_keys(dispatch.page_keys), 0.0), self._clock()
+        self._placement.find_home(flow, now)
+        return self.pairs.plan(flow, now, is_last=False).choice
+
+    def decided(self, request_id: str) -> list[tuple[float, Choice]]:
+        """Why a recent request went where it did: (seconds ago, choice) of each attempt."""
+        now = self._clock()
+        return [(now - one.at, one.choice) for one in self._placement.decided(request_id)]
 
     def abort(self, flow: Flow) -> None:
         """Stream.abort."""

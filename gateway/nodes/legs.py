@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from policies.backlog import Credit
+
 if TYPE_CHECKING:
     from gateway.nodes.engines import Engine
     from gateway.nodes.session import Session
@@ -20,7 +22,7 @@ class Leg:
     __slots__ = (
         "attempt",
         "credit",
-        "credit_report",
+        "dispatch",
         "engine",
         "flow",
         "keys",
@@ -31,19 +33,20 @@ class Leg:
 
     def __init__(self, flow: Flow, node_id: str) -> None:
         self.flow = flow
+        self.dispatch = flow.dispatch
         self.node_id = node_id
         self.attempt = flow.attempt
         self.keys = flow.keys
         self.number = -1  # its lane on the link of `session`
         self.session: Session | None = None  # None: it ended, or was told to
         self.engine: Engine | None = None
-        self.credit = 0
-        self.credit_report = 0
+        self.credit: Credit | None = None
 
     def computed(self) -> None:
         """Decode told the first token: the prompt's pages are here too."""
+        self.release()
         if self.engine is not None:
-            self.engine.computed(self)
+            self.engine.residency.expect(self.keys)
 
     def stop(self) -> None:
         """Nobody waits for it: tell the node, and count its prompt as work no more. Idempotent."""

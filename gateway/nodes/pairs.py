@@ -12,8 +12,8 @@ import msgspec
 from gateway.nodes.engines import Engine
 from gateway.nodes.node import Node
 from gateway.nodes.pair_faults import PairFaults
-from gateway.nodes.placement import NoCapacity, NoNode, Placement, stores
-from gateway.nodes.streams import FleetPath, Flow
+from gateway.nodes.placement import Choice, NoCapacity, NoNode, Placement, stores
+from gateway.nodes.streams import Flow
 from policies.contract import wire
 from policies.contract.wire import Failed, Finished
 from policies.pairing import (
@@ -26,7 +26,7 @@ from policies.pairing import (
     keep_whole,
     pair,
 )
-from policies.routing import Decision, RoutingParameters, Scored
+from policies.routing import Decision, RoutingParameters, Scored, affinity
 
 Outcome = Literal["ok", "retried", "local", "failed", "left"]  # of an attempt that is a split
 
@@ -54,11 +54,9 @@ class Seat:
 class Plan:
     """Where the flow's lanes go, and who computes their prompt if another node does."""
 
-    path: FleetPath
-    decision: Decision
+    choice: Choice
     seat: Seat
     prefill: Seat | None = None
-    pairing: Pairing | None = None
 
 
 class Pairs:
@@ -89,7 +87,7 @@ class Pairs:
         if all(
             [node.role.current == "mixed" for node in self._node_by_id.values() if node.session]
         ):
-            return Plan("mixed", decision, self._seat(decision.chosen))
+            return Plan(Choice("mixed", decision), self._seat(decision.chosen))
         sampling = flow.dispatch.sampling
         wanted = Wanted(
             prompt_tokens=len(flow.dispatch.prompt),
@@ -97,16 +95,18 @@ class Pairs:
             prompt_logprobs=sampling.prompt_logprobs is not None,
             may_split=flow.num_splits < MAX_SPLITS and not is_last,
         )
+        prefill: Decision | None = None
         if (why := keep_whole(wanted, self._mode)) is not None:
             pairing = Pairing(why, uncached_tokens=decision.chosen.uncached_tokens)
         else:
             pairing, prefill = self._pair(flow, wanted, decision, now)
-            if prefill is not None:
-                return self._split(flow, decision, prefill, pairing)
+            if prefill is not None and pairing.decoder is not None:
+                return self._split(decision, prefill, pairing, pairing.decoder)
         for one in decision.scored:
             if one.candidate.node_id == flow.stays_on:
-                decision = _moved(decision, one, flow)
-        return Plan("bypass", decision, self._seat(decision.chosen), pairing=pairing)
+                decision = _moved(decision, one)
+        choice = Choice("bypass", decision, pairing, prefill)
+        return Plan(choice, self._seat(decision.chosen))
 
     def failed(self, flow: Flow, code: str, now: float, *, prefill: bool) -> None:
         """Its present attempt, which is to be followed by another one elsewhere. prefill: by the
@@ -144,21 +144,19 @@ class Pairs:
 
     def _pair(
         self, flow: Flow, wanted: Wanted, decision: Decision, now: float
-    ) -> tuple[Pairing, Scored | None]:
+    ) -> tuple[Pairing, Decision | None]:
         whole = self._computing(decision.chosen)
         try:
-            prefill = self._placement.decide(flow, "prefill").chosen
+            prefill = self._placement.decide(flow, "prefill")
         except (NoNode, NoCapacity):
             return Pairing("no_pair", uncached_tokens=whole.uncached_tokens), None
         decoders = [
             self._decoding(one, wanted.prompt_tokens)
             for one in decision.scored
-            if self._can_decode(one, prefill, now)
+            if self._can_decode(one, prefill.chosen, now)
         ]
-        pairing = pair(
-            wanted, whole, self._computing(prefill), decoders, self._mode, self._parameters
-        )
-        return pairing, prefill if pairing.is_split else None
+        computing = self._computing(prefill.chosen)
+        return pair(wanted, whole, computing, decoders, self._mode, self._parameters), prefill
 
     def _can_decode(self, one: Scored, prefill: Scored, now: float) -> bool:
         """Whether pages of prefill mean the same there, in whatever precision, and get there."""
@@ -173,15 +171,15 @@ class Pairs:
             and self._faults.allows(prefill.candidate.node_id, node_id, now)
         )
 
-    def _split(self, flow: Flow, decision: Decision, prefill: Scored, pairing: Pairing) -> Plan:
-        decoder = pairing.decoder
-        assert decoder is not None
+    def _split(
+        self, decision: Decision, prefill: Decision, pairing: Pairing, decoder: Decoding
+    ) -> Plan:
         chosen = next(
             one
             for one in decision.scored
             if (one.candidate.node_id, one.candidate.engine) == (decoder.node_id, decoder.engine)
         )
-        seat, source = self._seat(chosen), self._seat(prefill)
+        seat, source = self._seat(chosen), self._seat(prefill.chosen)
         is_return = _sends_back(seat.engine, source.engine)
         at_decode = wire.Transfer(
             transfer_id=self._draw(ID_BYTES),
@@ -192,11 +190,9 @@ class Pairs:
         )
         at_prefill = msgspec.structs.replace(at_decode, peer=seat.engine.info.peer)
         return Plan(
-            "split",
-            _moved(decision, chosen, flow),
+            Choice("split", _moved(decision, chosen), pairing, prefill),
             replace(seat, uncached_tokens=0, transfer=wire.encode(at_decode)),
             replace(source, transfer=wire.encode(at_prefill)),
-            pairing,
         )
 
     def _seat(self, one: Scored) -> Seat:
@@ -232,12 +228,10 @@ class Pairs:
         )
 
 
-def _moved(decision: Decision, chosen: Scored, flow: Flow) -> Decision:
+def _moved(decision: Decision, chosen: Scored) -> Decision:
     """The same with another choice among its candidates."""
-    affinity = decision.affinity
-    if affinity in ("hit", "spill"):
-        affinity = "hit" if chosen.candidate.node_id == flow.home else "spill"
-    return replace(decision, chosen=chosen, affinity=affinity)
+    told = affinity(decision.wanted, chosen.candidate.node_id)
+    return replace(decision, chosen=chosen, affinity=told)
 
 
 def _sends_back(decode: Engine, prefill: Engine) -> bool:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from gateway.nodes.engines import Engine
 from gateway.nodes.node import Node, Work
 from gateway.nodes.served import ServedModels
-from gateway.nodes.streams import Flow
+from gateway.nodes.streams import FleetPath, Flow
 from policies.contract.wire import Tier
 from policies.homes import Homes
+from policies.pairing import Pairing
 from policies.residency import TIERS
 from policies.routing import (
     Candidate,
     Decision,
     Reach,
+    Rejection,
     RoutingParameters,
     RoutingPolicy,
     Wanted,
@@ -26,15 +29,19 @@ from policies.routing import (
     score,
 )
 
+MAX_REMEMBERED = 256  # requests whose decisions are kept for `explain`
+
+Rejected = tuple[str, Rejection]  # node_id, why
 Store = tuple[Tier, str]  # a tier that several engines share, and which one
 
 
 class NoNode(Exception):
-    """No node serves the model now."""
+    """No node serves the model now. rejected: those that would, and why they cannot."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, rejected: Sequence[Rejected] = ()) -> None:
         super().__init__(f"no node serves {model!r} now")
         self.model = model
+        self.rejected = rejected
 
 
 class OldNodes(NoNode):
@@ -44,10 +51,30 @@ class OldNodes(NoNode):
 class NoCapacity(Exception):
     """Every node that serves the model is full; try again after retry_after_s."""
 
-    def __init__(self, model: str, retry_after_s: float) -> None:
+    def __init__(self, model: str, retry_after_s: float, rejected: Sequence[Rejected]) -> None:
         super().__init__(f"every node that serves {model!r} is full")
         self.model = model
+        self.rejected = rejected
         self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How one attempt runs, and why. pairing: in a fleet of several roles; prefill: of the node
+    that computes the prompt for another, or was weighed for it."""
+
+    path: FleetPath
+    decision: Decision
+    pairing: Pairing | None = None
+    prefill: Decision | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A choice that was acted on, and when, on the fleet's clock."""
+
+    at: float
+    choice: Choice
 
 
 class Placement:
@@ -67,21 +94,33 @@ class Placement:
         self._parameters = parameters
         self._max_in_flight = max_in_flight
         self.homes = Homes(parameters.max_homes, parameters.home_idle_s)
-        self._turns: Counter[Work] = Counter()
+        self._turn = 0
+        self._decided: OrderedDict[str, list[Decided]] = OrderedDict()
 
     def find_home(self, flow: Flow, now: float) -> None:
         """Before the first attempt: where the session's last turn ran."""
         key = flow.dispatch.affinity_key
         flow.home = None if key is None else self.homes.find(key, now)
 
-    def settle_home(self, flow: Flow, node_id: str, now: float) -> None:
-        """The session's next turn finds node_id as its home."""
+    def settle(self, flow: Flow, choice: Choice, now: float) -> None:
+        """The choice holds: remember it, and the session's next turn finds its home there."""
+        flow.decision, flow.pairing = choice.decision, choice.pairing
+        self._turn += 1
+        request_id = flow.dispatch.request_id
+        self._decided.setdefault(request_id, []).append(Decided(now, choice))
+        if len(self._decided) > MAX_REMEMBERED:
+            self._decided.popitem(last=False)
         key, pages = flow.dispatch.affinity_key, flow.keys
         if key is not None:
-            self.homes.settle(key, node_id, now, pages[0] if pages else None, len(pages))
+            home = choice.decision.chosen.candidate.node_id
+            self.homes.settle(key, home, now, pages[0] if pages else None, len(pages))
+
+    def decided(self, request_id: str) -> Sequence[Decided]:
+        """Of a recent request, one an attempt."""
+        return self._decided.get(request_id, ())
 
     def decide(self, flow: Flow, work: Work = "whole") -> Decision:
-        """Raises NoNode or NoCapacity. Changes nothing but the turn of round robin.
+        """Raises NoNode or NoCapacity. Changes nothing.
 
         Whole requests go to nodes of another role only while none of theirs is ready.
         """
@@ -93,30 +132,34 @@ class Placement:
         engines: dict[tuple[str, int], Engine] = {}
         candidates: list[Candidate] = []
         others: list[Candidate] = []
+        unlike: list[Rejected] = []
         for node in self._node_by_id.values():
             for engine in node.engine_by_index.values():
                 info = engine.info
+                if info.model != model:
+                    continue
                 # With another bundle, a node would read another text from our ids; computed
                 # otherwise, the answer would not be the one that was announced.
-                if (info.model, info.bundle_digest, info.compute) == (
-                    model,
-                    digest,
-                    dispatch.compute,
-                ):
+                if info.bundle_digest != digest:
+                    unlike.append((node.node_id, "bundle"))
+                elif info.compute != dispatch.compute:
+                    unlike.append((node.node_id, "compute"))
+                else:
                     takers = candidates if node.takes(engine, work) else others
                     takers.append(self._candidate(node, engine, flow))
                     engines[node.node_id, info.engine] = engine
         if work == "whole" and others and not any(map(_is_routable, candidates)):
             candidates, others = [*candidates, *others], []
         if not candidates:
-            raise NoNode(dispatch.model)
+            raise NoNode(dispatch.model, unlike)
         kept, rejected = filter_candidates(candidates)
-        rejected += [(one.node_id, "role") for one in others]
+        rejected += [*unlike, *[(one.node_id, "role") for one in others]]
         if not kept:
             routable = list(filter(_is_routable, candidates))
             if routable and not any(one.speaks for one in routable):
-                raise OldNodes(dispatch.model)
-            raise NoCapacity(dispatch.model, retry_after_s(routable, self._parameters))
+                raise OldNodes(dispatch.model, rejected)
+            wait_s = retry_after_s(routable, self._parameters)
+            raise NoCapacity(dispatch.model, wait_s, rejected)
         wanted = Wanted(
             prompt_tokens=len(dispatch.prompt),
             hash_key=dispatch.affinity_key or _prompt_key(flow),
@@ -124,8 +167,7 @@ class Placement:
             has_affinity_key=dispatch.affinity_key is not None,
         )
         if self._policy is RoutingPolicy.ROUND_ROBIN:
-            self._turns[work] += 1
-            return pick_in_turn(kept, wanted, rejected, self._turns[work] - 1)
+            return pick_in_turn(kept, wanted, rejected, self._turn)
 
         most = max(0, wanted.prompt_tokens - 1) // served.info.page_size
         shared = _shared_depths(engines.values(), flow.keys)
@@ -152,8 +194,9 @@ class Placement:
             in_flight=in_flight,
             max_in_flight=self._max_in_flight,
             overloaded=session is not None and not session.outbox.has_room(),
-            backlog_tokens=engine.backlog_tokens,
+            backlog_tokens=engine.backlog.tokens,
             tokens_per_s=engine.tokens_per_s,
+            kv_share=engine.kv_share,
         )
 
 

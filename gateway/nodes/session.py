@@ -143,6 +143,11 @@ class Session:
         woken last.
         """
         get = self.live.get
+        for number, tokens in step.computed:
+            lane = get(number)
+            one = lane.flow if lane is not None else self.legs.get(number)
+            if one is not None and one.engine is not None:
+                one.engine.advance(one, tokens, step.step)
         first: list[Lane] = []
         others: list[Lane] = []
         for number, token in zip(step.lanes, step.tokens, strict=True):
@@ -156,7 +161,7 @@ class Session:
             else:
                 first.append(lane)
                 if not lane.flow.is_answered:
-                    lane.flow.answered()
+                    lane.flow.answered(step.step)
             lane.produced += 1
         if others:
             start = step.step % len(others)

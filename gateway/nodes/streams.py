@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from msgspec import Struct
 
+from policies.backlog import Credit
 from policies.contract.wire import EngineInfo, Failed, Finished, Sampling, TokenLogprob, Usage
 from policies.pairing import Pairing
 from policies.routing import Affinity, Decision
@@ -140,7 +141,6 @@ class Flow:
         "cached_by_tier",
         "cached_tokens",
         "credit",
-        "credit_report",
         "deadline",
         "decision",
         "dispatch",
@@ -186,8 +186,7 @@ class Flow:
         self.session: Session | None = None
         self.engine: Engine | None = None
         self.leg: Leg | None = None  # who computes the prompt, where that is another node
-        self.credit = 0
-        self.credit_report = 0
+        self.credit: Credit | None = None  # its share of the engine's backlog
         self.seated_tokens = 0  # of context, counted on the engine until the flow leaves it
 
     @property
@@ -213,11 +212,11 @@ class Flow:
     def produced(self) -> int:
         return sum([lane.produced for lane in self.lanes])
 
-    def answered(self) -> None:
-        """The first token came: the prompt is computed, wherever that was."""
+    def answered(self, step: int) -> None:
+        """The first token came with that step: the prompt is computed, wherever that was."""
         self.is_answered = True
         if self.engine is not None:
-            self.engine.computed(self)
+            self.engine.computed(self, step)
         if self.leg is not None:
             self.leg.computed()
 

@@ -124,8 +124,8 @@ def _engine_view(engine: Engine, bundles: Bundles) -> EngineView:
         info=engine.info,
         report=engine.report,
         bundle="loaded" if bundles.text(digest) is not None else problem,
-        backlog_tokens=engine.backlog_tokens,
-        outstanding_tokens=engine.outstanding_tokens,
+        backlog_tokens=engine.backlog.tokens,
+        outstanding_tokens=engine.backlog.ours,
         resident_pages=len(engine.residency),
         event_gaps=engine.residency.gaps,
     )

@@ -270,13 +270,18 @@ class BundlePart(Struct, frozen=True, array_like=True, tag="bundle_part"):
 
 
 class Step(Struct, array_like=True, tag="step"):
-    """One engine step's tokens for this link: lanes[i] got tokens[i]; a lane may repeat."""
+    """One engine step's tokens for this link: lanes[i] got tokens[i]; a lane may repeat.
+
+    computed: (lane, tokens of its prompt that are computed by now, cached ones too), of the prompts
+    that this step went on with and did not complete.
+    """
 
     engine: int
     step: int
     lanes: list[int]
     tokens: list[int]
     rare: list[Rare] = []
+    computed: list[tuple[int, int]] = []
 
 
 class PageEvents(Struct, frozen=True, array_like=True, tag="page_events"):

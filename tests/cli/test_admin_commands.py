@@ -134,6 +134,10 @@ def test_every_command_answers_in_json_and_as_a_table(
     assert "nothing is left" in table("purge", "default")
 
     assert ask("prices")["version"] in table("prices")
+    told = ask("explain", "--request", row["request_id"])
+    assert [one["node_id"] for one in told["decisions"]] == ["n1"]
+    prompt.write_text(json.dumps({"prompt": "x" * 99, "model": "tiny"}))
+    assert "n1 (home)" in table("explain", str(prompt), "--session", "conversation-1")
     found = ask("sessions", "conversation-1", "--model", "tiny")
     assert found["home"] == "n1"
     assert found["session"] in table("sessions", "--digest", row["session"])
@@ -149,6 +153,9 @@ def test_every_command_answers_in_json_and_as_a_table(
         (("role", "n1", "verify"), "role", 2),
         (("sessions", "x", "--model", "tiny"), "session", 1),
         (("sessions",), "VALUE", 2),
+        (("explain",), "FILE", 2),
+        (("explain", "/nowhere"), "FILE", 2),
+        (("explain", "--request", "nothing"), "request_id", 1),
         (("purge", "nobody"), "tenant", 1),
         (("prefixes", "delete", "nothing"), "prefix", 1),
         (("prefixes", "create", "p", "--model", "tiny", "--file", "/nowhere"), "--file", 2),

@@ -138,7 +138,7 @@ def operator(stack: Stack) -> Server:
     return Server(stack.ready["admin_url"], (stack.home / "admin.token").read_text().strip())
 
 
-def eventually(holds: Callable[[], bool], within_s: float = 30.0) -> None:
+def eventually(holds: Callable[[], bool], within_s: float = 60.0) -> None:
     deadline = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < deadline

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from engine.config import ScheduleConfig
-from engine.engine import Engine
+from engine.engine import Engine, Frame
 from engine.schedule.plan import StepPlan, StepResult
 from engine.schedule.scheduler import Scheduler
 from policies.contract import wire
@@ -119,6 +119,36 @@ def test_prompt_logprobs_come_step_by_step_from_the_first_lane_before_any_token(
     expected = [likelihood(fold(prompt[:at]), prompt[at], 1) for at in range(1, 80)]
     assert entries == expected
     assert bench.tokens[1, 2] == alone(prompt, 2, seed=1)
+
+
+def test_each_step_tells_its_link_how_far_a_prompt_is() -> None:
+    """Also where no token came: routing must not take a prompt that is nearly done for a queue."""
+    bench = EngineBench()
+    prompt = pack_ids(array("I", [at % VOCAB for at in range(1, 81)]))  # a step is 32 tokens
+    bench.submit(1, (7,), prompt=prompt)
+    bench.submit(2, (5,))
+    frames = [frame for _ in range(4) for frame in bench.step()]
+    told = [(at, step.computed) for at, step in steps(frames) if step.computed]
+    assert told == [(1, [(7, 22)]), (1, [(7, 53)])]  # the short prompt goes first, then decodes
+
+
+def steps(frames: list[Frame]) -> list[tuple[int, wire.Step]]:
+    decoded = [(channel, wire.decode_from_node(data)) for channel, data in frames if channel]
+    return [(channel, frame) for channel, frame in decoded if isinstance(frame, wire.Step)]
+
+
+def test_an_older_gateway_skips_what_is_computed_and_an_older_node_tells_nothing() -> None:
+    class OldStep(msgspec.Struct, array_like=True, tag="step"):
+        engine: int
+        step: int
+        lanes: list[int]
+        tokens: list[int]
+        rare: list[wire.Rare] = []
+
+    new = wire.Step(2, 9, [4], [7], [], [(5, 64)])
+    old = msgspec.msgpack.decode(wire.encode(new), type=OldStep)
+    assert (old.step, old.lanes, old.tokens) == (9, [4], [7])
+    assert wire.decode_from_node(wire.encode(old)) == wire.Step(2, 9, [4], [7])
 
 
 def test_prompt_logprobs_with_a_cached_prefix_are_complete_and_fill_the_cache() -> None:

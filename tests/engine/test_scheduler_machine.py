@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 
 from engine.config import ScheduleConfig, TierConfig
 from engine.schedule.events import (
+    PromptAdvanced,
     PromptTold,
     SequenceFailed,
     SequenceFinished,
@@ -342,6 +343,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert 0 <= event.cached_tokens <= most
                     assert event.queue_s >= 0
                     stream.started = event
+                case PromptAdvanced(num_computed=num_computed):
+                    assert stream.started is not None
+                    assert not stream.produced
+                    assert 0 < num_computed < len(prompt)
                 case PromptTold(start=start, entries=entries):
                     assert stream.started is not None
                     assert not stream.produced

@@ -103,6 +103,20 @@ def test_score_is_backlog_and_four_times_own_work_in_seconds(
 
 
 @pytest.mark.parametrize(
+    ("share", "pressure_s"), [(0.0, 0.0), (0.5, 0.5), (0.9, 4.5), (1.0, 49.5), (1.5, 49.5)]
+)
+def test_used_pages_press_the_more_the_fewer_are_left(share: float, pressure_s: float) -> None:
+    (scored,) = score([node("a", kv_share=share)], wanted(), lambda one: [], PARAMETERS)
+    assert scored.pressure_s == pytest.approx(pressure_s)
+    assert scored.cost_s == pytest.approx(4.0 + pressure_s)
+
+
+def test_a_full_pool_sends_a_prompt_elsewhere_before_it_preempts_others() -> None:
+    nodes = [node("a", kv_share=0.95), node("b", backlog_tokens=5000)]
+    assert choose(nodes, wanted())[0] == "b"
+
+
+@pytest.mark.parametrize(
     ("reaches", "hit", "fetch_s"),
     [
         ([Reach(64)], 64, 0.0),
@@ -215,6 +229,19 @@ def test_identical_prompts_do_not_herd_on_one_node() -> None:
         candidates = [node(name, in_flight=count) for name, count in in_flight.items()]
         in_flight[choose(candidates, wanted(tokens=10))[0]] += 1
     assert max(in_flight.values()) <= 13  # 1.25 × the mean of 10, rounded up
+
+
+def test_unequal_nodes_share_by_their_rates() -> None:
+    """A bound on counts alone would fill a slow node as if it were a fast one."""
+    rates = {"a": 1000.0, "b": 3000.0, "c": 1000.0, "d": 3000.0}
+    in_flight = dict.fromkeys(rates, 0)
+    for number in range(400):
+        nodes = [
+            node(name, in_flight=in_flight[name], tokens_per_s=rate) for name, rate in rates.items()
+        ]
+        in_flight[choose(nodes, wanted(tokens=10, key=b"%d" % number))[0]] += 1
+    for name, count in in_flight.items():
+        assert count <= 1.25 * 400 * rates[name] / sum(rates.values()) + 1, name
 
 
 @given(st.integers(2, 12), st.integers(0, 2**32))

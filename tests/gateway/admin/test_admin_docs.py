@@ -41,7 +41,7 @@ def values(text: str) -> list[Any]:
 
 
 def test_every_example_runs_and_answers_as_it_says(gateway, admin, chat) -> None:
-    assert len(EXAMPLES) == PAGE.count("```sh") == PAGE.count("```json") == 14
+    assert len(EXAMPLES) == PAGE.count("```sh") == PAGE.count("```json") == 16
     chat({"say": "x", "pad": "z" * 200}, x_session_affinity="conversation-1")
     request_id = chat({"say": "x", "pad": "z" * 200}, x_session_affinity="conversation-1")
     admin.post("/admin/v1/keys", json={"name": "a second one"})

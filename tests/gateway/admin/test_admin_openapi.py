@@ -93,6 +93,7 @@ def test_every_answer_is_what_its_document_says(gateway, admin, chat) -> None:
         "/admin/v1/keys/{key}": {"name": "schema-3"},
         "/admin/v1/nodes/{node}/role": {"role": "mixed"},
         "/admin/v1/prefixes": {"name": "schema", "model": "tiny", "prompt": "x" * 40},
+        "/admin/v1/routing/explain": {"model": "tiny", "prompt": [1, 2, 3]},
         "/admin/v1/session-lookup": {"value": "conversation-9", "model": "tiny"},
     }
     pinned = admin.post("/admin/v1/prefixes", json={**bodies["/admin/v1/prefixes"], "name": "p"})
@@ -103,11 +104,13 @@ def test_every_answer_is_what_its_document_says(gateway, admin, chat) -> None:
             continue
         template = route.path.replace(":rest}", "}")
         path = template.format(node="n1", **names)
+        if (route.methods[0], template) == ("GET", "/admin/v1/routing/explain"):
+            path += f"?request_id={request_id}"
         answer = admin.request(route.methods[0], path, json=bodies.get(template))
         assert answer.status_code == route.status, answer.text
         operation = told["paths"][template][route.methods[0].lower()]
         check(answer, operation, told)
-        for wrong in (f"{path}?no_such_field=1", f"{path}/nowhere"):
+        for wrong in (f"{path.partition('?')[0]}?no_such_field=1", f"{path}/nowhere"):
             refused = admin.request(route.methods[0], wrong, json=bodies.get(template))
             if refused.status_code >= 400:
                 check(refused, operation, told)

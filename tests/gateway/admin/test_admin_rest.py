@@ -395,3 +395,52 @@ def test_a_session_of_others_or_of_nobody_is_not_found(gateway, admin, chat) -> 
         refused(admin.get(f"/admin/v1/sessions/{digest}"), 400, "invalid_request", "digest")
     bad = admin.post("/admin/v1/session-lookup", json={"value": "a\nb", "model": "tiny"})
     refused(bad, 400, "invalid_request", "value")
+
+
+# --- routing ------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_tells_the_cost_and_changes_nothing(gateway, admin, chat) -> None:
+    said = {"say": "x", "pad": "z" * 200}
+    request_id = chat(said, x_session_affinity="conversation-5")
+    body = {"model": "tiny", "messages": [{"role": "user", "content": json.dumps(said)}]}
+    query = {"session": "conversation-5"}
+    told = admin.post("/admin/v1/routing/explain", params=query, json=body).json()
+    assert told == admin.post("/admin/v1/routing/explain", params=query, json=body).json()
+    assert (told["request_id"], told["policy_version"]) == (None, "routing-3")
+    (decision,) = told["decisions"]
+    row = admin.get(f"/admin/v1/requests/{request_id}").json()
+    assert decision["prompt_tokens"] == row["admitted_prompt_tokens"]
+    assert (decision["node_id"], decision["reason"], decision["affinity"]) == ("n1", "home", "hit")
+    (candidate,) = decision["candidates"]
+    assert candidate["hit_tokens"] == row["admitted_prompt_tokens"] // 16 * 16
+    terms = ("backlog_s", "own_s", "fetch_s", "pressure_s")
+    assert candidate["cost_s"] == pytest.approx(sum(candidate[term] for term in terms))
+    others = admin.post("/admin/v1/routing/explain?tenant=acme", json=body).json()["decisions"][0]
+    assert others["candidates"][0]["hit_tokens"] == 0, "pages of another tenant"
+    assert others["affinity"] == "none"
+
+    (past,) = admin.get(f"/admin/v1/routing/explain?request_id={request_id}").json()["decisions"]
+    assert (past["node_id"], past["affinity"]) == (row["node"], "new")
+    assert past["decided_at"] == pytest.approx(row["started_at"], abs=1.0)
+
+
+def test_what_cannot_be_explained_is_refused(gateway, admin) -> None:
+    path = "/admin/v1/routing/explain"
+    refused(admin.get(f"{path}?request_id=x"), 404, "request_not_found", "request_id")
+    refused(admin.get(path), 400, "invalid_request", "request_id")
+    refused(admin.post(path, json={"model": "tiny"}), 400, "invalid_request", "prompt")
+    odd = admin.post(f"{path}?session=a%0Ab", json={"model": "tiny", "prompt": [1]})
+    refused(odd, 400, "invalid_request", "session")
+
+
+def test_a_drained_node_is_told_as_rejected(gateway, admin) -> None:
+    path, body = "/admin/v1/routing/explain", {"model": "tiny", "prompt": [1, 2, 3]}
+    gateway.services.fleet._placement._max_in_flight = 0
+    try:
+        (decision,) = admin.post(path, json=body).json()["decisions"]
+    finally:
+        gateway.services.fleet._placement._max_in_flight = 256
+    assert (decision["node_id"], decision["reason"]) == (None, "no_capacity")
+    assert decision["rejected"] == [{"node_id": "n1", "why": "full"}]
+    assert decision["retry_after_s"] > 0

@@ -57,6 +57,10 @@ ADMIN_BODIES = {
         st.fixed_dictionaries({"value": bodies.TEXTS, "model": st.just("tiny")}),
         [("value",), ("model",), ("tenant",), ("x",)],
     ),
+    ("POST", "/routing/explain"): bodies.oddly(
+        st.fixed_dictionaries({"model": st.just("tiny"), "prompt": bodies.TEXTS}),
+        [("model",), ("prompt",), ("messages",), ("n",)],
+    ),
     ("DELETE", "/keys/{}"): st.just({}),
     ("POST", "/nodes/{}/drain"): bodies.ANY_JSON,
 }

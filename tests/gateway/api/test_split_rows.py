@@ -99,7 +99,14 @@ def test_a_transfer_that_fails_shows_in_tries_and_metrics_and_nowhere_else(
         url = pair.addresses.admin_url
         tries = client.get(f"{url}/admin/v1/requests/{row['request_id']}").json()["attempts"]
         text = client.get(f"{url}/metrics").text
+        why = client.get(f"{url}/admin/v1/routing/explain?request_id={row['request_id']}").json()
     assert [(one["node"], one["prefill_node"]) for one in tries] == [("n2", "n1")] * lost
+    told = [(one["path"], one["pairing"]["prefill_node"]) for one in why["decisions"]]
+    assert told == [("split", "n1")] * lost + [(path, prefill)]
+    last = why["decisions"][-1]["pairing"]
+    assert last["reason"] == ("failed" if path == "bypass" else "always")
+    weighed = [] if path == "bypass" else ["n1"]
+    assert [one["node_id"] for one in last["candidates"]] == weighed
     assert 'kagari_split_failures_total{code="transfer_lost"}' in text
     assert 'kagari_split_total{outcome="retried"}' in text
     assert f'kagari_paths_total{{model="tiny",path="{path}"}}' in text

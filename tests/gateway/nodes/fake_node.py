@@ -150,10 +150,15 @@ class FakeNode:
         self.fleet.receive(self.session, wire.encode(message))
 
     def step(
-        self, lanes: list[int], tokens: list[int] | None = None, rare: list[Any] | None = None
+        self,
+        lanes: list[int],
+        tokens: list[int] | None = None,
+        rare: list[Any] | None = None,
+        computed: list[tuple[int, int]] | None = None,
     ) -> None:
         self.step_number += 1
-        self.send(wire.Step(0, self.step_number, lanes, tokens or [7] * len(lanes), rare or []))
+        tokens = tokens or [7] * len(lanes)
+        self.send(wire.Step(0, self.step_number, lanes, tokens, rare or [], computed or []))
 
     def start(self, lane: int, cached: int = 0) -> None:
         self.step([lane], rare=[wire.Started(lane, cached)])

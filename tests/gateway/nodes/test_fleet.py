@@ -276,6 +276,27 @@ def test_a_long_prompt_is_backlog_until_its_first_token() -> None:
     stream.abort()
 
 
+def test_steps_tell_how_far_a_prompt_is() -> None:
+    """Credited whole until its first token, a prompt of a minute steered others off a node that
+    was free in a second."""
+    gateway = fleet()
+    nodes = {name: FakeNode(gateway, name).join() for name in ("n1", "n2")}
+    first = gateway.dispatch(request(1, tokens=8000))
+    busy = nodes.pop(first.node_id)
+    (idle,) = nodes.values()
+    (lane,) = busy.lanes()
+    second = gateway.dispatch(request(2, tokens=500, page_keys=keys(7)))
+    assert second.node_id == idle.node_id
+    busy.step([], computed=[(lane, 7900)])
+    third = gateway.dispatch(request(3, tokens=500, page_keys=keys(8)))
+    assert third.node_id == busy.node_id
+    busy.report(uncached_tokens=8000)  # older than that step
+    assert {view.engines[0].backlog_tokens for view in gateway.nodes()} == {500, 600}
+    for stream in (first, second, third):
+        stream.abort()
+    assert {view.engines[0].backlog_tokens for view in gateway.nodes()} == {0}
+
+
 def test_full_nodes_refuse_with_a_time() -> None:
     gateway = fleet(max_in_flight=2)
     node = FakeNode(gateway, "n1").join()

@@ -17,8 +17,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from gateway.nodes.legs import Leg
 from gateway.nodes.placement import NoCapacity, NoNode
-from gateway.nodes.streams import MAX_UNREAD_TOKENS, Stream
+from gateway.nodes.streams import MAX_UNREAD_TOKENS, Flow, Stream
 from policies.contract import wire
 from policies.routing import RoutingPolicy
 from tests.gateway.nodes.fake_node import Clock, FakeNode, fleet, info, keys, request
@@ -27,6 +28,10 @@ NODES = ("n1", "n2", "n3", "n4")
 node_ids = st.sampled_from(NODES)
 picks = st.integers(0, 2**16)
 keys_or_none = st.sampled_from([None, b"a", b"b"])
+
+
+def credit(flow: Flow | Leg) -> int:
+    return 0 if flow.credit is None else flow.credit.tokens
 
 
 class Fleet(RuleBasedStateMachine):
@@ -98,6 +103,11 @@ class Fleet(RuleBasedStateMachine):
             lanes = [self.lane(node, pick) for pick in chosen]
             rare = [wire.Started(lane, 0) for lane in lanes] if start else []
             node.step(lanes, rare=rare)
+
+    @rule(name=node_ids, chosen=st.lists(picks, max_size=3), computed=st.integers(0, 800))
+    def prompts_advance(self, name: str, chosen: list[int], computed: int) -> None:
+        if node := self.linked(name):
+            node.step([], computed=[(self.lane(node, pick), computed) for pick in chosen])
 
     @rule(name=node_ids, pick=picks, twice=st.booleans())
     def finish_at_node(self, name: str, pick: int, twice: bool) -> None:
@@ -174,7 +184,7 @@ class Fleet(RuleBasedStateMachine):
             for lane in flow.lanes:
                 assert (lane in live) == (lane.end is None), "live in one place until it ends"
             assert flow.num_live == sum(lane.end is None for lane in flow.lanes)
-            assert not flow.is_over or flow.credit == flow.seated_tokens == 0
+            assert not flow.is_over or credit(flow) == flow.seated_tokens == 0
             assert 1 <= flow.attempt <= 3
             assert flow.attempt == len(flow.tries)
             if len({*map(type, [lane.end for lane in flow.lanes])} & {type(None), wire.Failed}) > 1:
@@ -187,9 +197,8 @@ class Fleet(RuleBasedStateMachine):
                 assert session.in_flight <= 6
             for engine in node.engine_by_index.values():
                 legs = [flow.leg for flow in flows if flow.leg is not None]
-                ours = sum(one.credit for one in (*flows, *legs) if one.engine is engine)
-                assert engine.outstanding_tokens == ours
-                assert engine.backlog_tokens >= ours
+                ours = sum(credit(one) for one in (*flows, *legs) if one.engine is engine)
+                assert engine.backlog.ours == ours
                 seated = sum(flow.seated_tokens for flow in flows if flow.engine is engine)
                 assert engine.seated_tokens == seated
 

@@ -14,6 +14,7 @@ from policies.routing import RoutingPolicy
 from tests.gateway.nodes.fake_node import Clock, FakeNode, fleet, info
 from tests.gateway.nodes.test_fleet_machine import (
     Fleet,
+    credit,
     keys_or_none,
     node_ids,
     picks,
@@ -97,7 +98,7 @@ class SplitFleet(Fleet):
                 assert leg.session.legs[leg.number] is leg
                 assert flow.is_answered or not flow.is_over, "a leg for nobody"
             else:
-                assert leg.credit == 0
+                assert credit(leg) == 0
         for node in self.fleet._node_by_id.values():
             if node.session is not None:
                 assert all(leg.flow.leg is leg for leg in node.session.legs.values())
