@@ -262,7 +262,7 @@ def _load_script(config: EngineConfig) -> Loaded:
         weights_precision="script",
         kv_precision="script",
         prefill_tokens_per_s=None,
-        open_mover=partial(_move_pages, pages, pages.layout),
+        open_mover=partial(_new_mover, config, pages, pages.layout),
     )
 
 
@@ -332,14 +332,6 @@ def _load_model(config: EngineConfig) -> Loaded:
             config, module.page_memory(runner.arena), runner.arena.layout, wake
         ),
     )
-
-
-def _move_pages(
-    memory: PageMemory, layout: PageLayout, listen: tuple[str, int], wake: Callable[[], None]
-) -> TransferMover:
-    from engine.transfer.mover import TransferMover
-
-    return TransferMover(memory, layout, listen=listen, wake=wake)
 
 
 def _read_bundle(config: EngineConfig) -> Bundle:

@@ -37,6 +37,7 @@ WAYS = {
 ASKED = {"chunk 512": 3.0, "chunk 256": 1.5}  # of time per token, p90
 COLD_SHARE = 0.6  # of one engine's time: cold prompts alone
 MOST_LOAD = 2.0
+SEARCH_S = 45.0
 SLO_LOAD = "slo_load"
 
 
@@ -69,7 +70,7 @@ class Measured:
 
     def __init__(self, model: str, seed: int, *, quick: bool) -> None:
         self._model, self._seed, self._quick = model, seed, quick
-        self._seconds, self._search = (45.0, 0) if quick else (90.0, 3)
+        self._seconds, self._num_loads = (40.0, 0) if quick else (90.0, 4)
         self._shape = Shape()
         self._objective: Objective | None = None
         self._texts: dict[str, str] = {}
@@ -83,11 +84,11 @@ class Measured:
         with self._kagari(way) as (stack, neighbours):
             objective = self._objective or self._choose_load(stack)
             neighbours.cores()
-            answers = self._play(stack, way, 1.0, seed=self._seed)
+            answers = self._play(stack, way, 1.0, seed=self._seed, seconds=self._seconds)
             self._detail[way] = f"neighbours {neighbours.cores():.1f} cores"
             self._check(way, answers)
             self._felt[way] = Felt.of(answers)
-            if self._search:
+            if self._num_loads:
                 self._slo_load[way] = self._highest_load(stack, way, objective, answers)
 
     @contextmanager
@@ -107,14 +108,16 @@ class Measured:
         say(f"{cores.told()}\nload 1: {self._shape}\nobjective: {self._objective}")
         return self._objective
 
-    def _play(self, stack: Stack, way: str, load: float, *, seed: int) -> list[Answer]:
+    def _play(
+        self, stack: Stack, way: str, load: float, *, seed: int, seconds: float
+    ) -> list[Answer]:
         began = time.monotonic()
-        answers = play(stack, self._shape.times(load), seed=seed, seconds=self._seconds)
+        answers = play(stack, self._shape.times(load), seed=seed, seconds=seconds)
         prompts = sum(answer.reply.prompt_tokens for answer in answers)
         cached = sum(answer.reply.cached_tokens for answer in answers)
         paths = {answer.reply.path for answer in answers}
         say(
-            f"{way}, load {load:g}: {len(answers)} requests in {self._seconds:.0f} s (the last "
+            f"{way}, load {load:g}: {len(answers)} requests in {seconds:.0f} s (the last "
             f"ended after {time.monotonic() - began:.0f} s), {prompts:,} prompt tokens, "
             f"{cached / prompts:.0%} cached, path {' and '.join(sorted(paths))}"
         )
@@ -130,15 +133,17 @@ class Measured:
         self, stack: Stack, way: str, objective: Objective, at_load_1: Sequence[Answer]
     ) -> float:
         """Requests a second. Each load has its own seed: no session comes twice to a Kagari."""
-        rate_by_load = {0.0: 0.0}
+        rate_by_load = {0.0: 0.0, 1.0: len(at_load_1) / self._seconds}
 
         def is_met(load: float) -> bool:
+            if load == 1.0:
+                return objective.is_met(at_load_1)
             seed = self._seed + round(load * 1000)
-            answers = at_load_1 if load == 1.0 else self._play(stack, way, load, seed=seed)
-            rate_by_load[load] = len(answers) / self._seconds
+            answers = self._play(stack, way, load, seed=seed, seconds=SEARCH_S)
+            rate_by_load[load] = len(answers) / SEARCH_S
             return objective.is_met(answers)
 
-        return rate_by_load[highest(is_met, most=MOST_LOAD, runs=1 + self._search)]
+        return rate_by_load[highest(is_met, most=MOST_LOAD, runs=self._num_loads)]
 
     def smoother(self, way: str) -> str:
         """How many times better split is than a mixed way in time per token, p90."""

@@ -108,6 +108,9 @@ def serve(
     cluster_store: Annotated[
         str | None, typer.Option(help="Pages shared by nodes: mooncake://HOST:PORT.")
     ] = None,
+    transfer: Annotated[
+        str | None, typer.Option(help="Pages of a split go by: auto, tcp or mooncake.")
+    ] = None,
     step_tokens: Annotated[
         int | None, typer.Option(help="Most tokens an engine computes in one step.")
     ] = None,
@@ -152,6 +155,7 @@ def serve(
         "--kv-disk-mb": kv_disk_mb,
         "--kv-disk-dir": kv_disk_dir,
         "--cluster-store": cluster_store,
+        "--transfer": transfer,
         "--step-tokens": step_tokens,
         "--overlap": overlap,
     }

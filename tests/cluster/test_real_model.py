@@ -140,7 +140,7 @@ def test_engine_generate_needs_no_gateway() -> None:
 
 def test_the_demos_claims_hold() -> None:
     done = subprocess.run(
-        python_module("gateway.cli.main", "demo", "--check", "--json"),
+        python_module("gateway.cli.main", "demo", "--check", "--json", "--landing-tokens", "1500"),
         capture_output=True,
         text=True,
         timeout=400,
@@ -150,7 +150,8 @@ def test_the_demos_claims_hold() -> None:
     acts = json.loads(done.stdout)["acts"]
     claims = [claim for act in acts for claim in act["claims"]]
     assert [claim["text"] for claim in claims if not claim["ok"]] == []
-    names = ["affinity", "discount", "tiers"]
+    names = ["affinity", "discount", "landing", "tiers"]
     assert [(act["name"], act["ok"]) for act in acts] == [(name, True) for name in names]
     assert len(acts[0]["rows"]) == 40
+    assert [row["path"] for row in acts[2]["rows"]] == ["mixed", "mixed", "split"]
     assert done.returncode == 0

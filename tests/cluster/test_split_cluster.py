@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 from gateway.cli.client import Server, call
 from gateway.demo.stack import Stack
 from tests.cluster.byte_llama import save_byte_llama
+from tests.engine.store.mooncake_cluster import network
 
 Balanced = Callable[[Stack], list[dict[str, Any]]]
 
@@ -94,16 +96,24 @@ def conversation(stack: Stack) -> list[tuple[Answer, Answer]]:
     ]
 
 
+@pytest.fixture(scope="module")
+def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Answer, Answer]]:
+    home = tmp_path_factory.mktemp("whole") / "home"
+    with Stack(home, "--port", "0", "--model", str(folder), *ALONE) as stack:
+        told = conversation(stack)
+    assert {answer.path for turns in told for answer in turns} == {"mixed"}
+    return told
+
+
+@pytest.mark.parametrize("way", ["auto", "tcp", pytest.param("mooncake", marks=pytest.mark.slow)])
 def test_a_split_answers_as_one_node_does_and_finds_as_much(
-    folder: Path, tmp_path: Path, balanced: Balanced
+    folder: Path, whole: list[tuple[Answer, Answer]], way: str, tmp_path: Path, balanced: Balanced
 ) -> None:
-    flags = ("--port", "0", "--model", str(folder), *ALONE)
-    with Stack(tmp_path / "whole", *flags) as stack:
-        whole = conversation(stack)
-        assert {answer.path for turns in whole for answer in turns} == {"mixed"}
-    with Stack(
-        tmp_path / "split", *flags, "--prefill", "1", "--decode", "1", "--split", "always"
-    ) as stack:
+    flags = ("--port", "0", "--model", str(folder), *ALONE, "--transfer", way)
+    roles = ("--prefill", "1", "--decode", "1", "--split", "always")
+    # Mooncake listens on all addresses, and asks nobody who they are.
+    inside = network().inside() if way == "mooncake" else nullcontext()
+    with inside, Stack(tmp_path / "split", *flags, *roles) as stack:
         split = conversation(stack)
         rows = balanced(stack)
     for (first, second), (same_first, same_second) in zip(whole, split, strict=True):
