@@ -64,7 +64,7 @@ class Loaded:
     page_bytes: int = 0
     # None: its pages have no bytes to keep, or to send.
     open_tiers: Callable[[], OpenTiers] | None = None
-    open_mover: Callable[[tuple[str, int], Callable[[], None]], TransferMover] | None = None
+    open_mover: Callable[[Callable[[], None]], TransferMover] | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -160,12 +160,25 @@ def _open_mover(
 ) -> TransferMover | None:
     if config.peer_port is None or loaded.open_mover is None:
         return None
+    return loaded.open_mover(wake)
+
+
+def _new_mover(
+    config: EngineConfig, memory: PageMemory, layout: PageLayout, wake: Callable[[], None]
+) -> TransferMover:
+    """Raises ConfigError where it cannot listen."""
+    from engine.transfer.mover import TransferMover
+    from engine.transfer.rooms import WAYS
+
+    host, port = config.peer_host, config.peer_port or 0
     try:
-        return loaded.open_mover((config.peer_host, config.peer_port), wake)
+        return TransferMover(
+            memory, layout, listen=(host, port), ways=WAYS[config.transfer], wake=wake
+        )
     except OSError as error:
         raise ConfigError(
             "--peer-host, --peer-port",
-            found=f"{config.peer_host} port {config.peer_port} ({error})",
+            found=f"{host} port {port} ({error})",
             allowed="an address of this machine, and a port that is free there",
             remedy="name another, or --peer-port none to take no part in splits",
         ) from error
@@ -203,6 +216,7 @@ def read_config(options: argparse.Namespace) -> EngineConfig:
         cluster_store=options.cluster_store,
         peer_host=options.peer_host,
         peer_port=read_peer_port(options.peer_port),
+        transfer=options.transfer,
     )
 
 
@@ -245,7 +259,7 @@ def _load_script(config: EngineConfig) -> Loaded:
         weights_precision="script",
         kv_precision="script",
         prefill_tokens_per_s=None,
-        open_mover=partial(_move_pages, pages, pages.layout),
+        open_mover=partial(_new_mover, config, pages, pages.layout),
     )
 
 
@@ -302,18 +316,10 @@ def _load_model(config: EngineConfig) -> Loaded:
             weights_digest=runner.weights_digest,
             progress=_report_progress,
         ),
-        open_mover=lambda listen, wake: _move_pages(
-            module.page_memory(runner.arena), runner.arena.layout, listen, wake
+        open_mover=lambda wake: _new_mover(
+            config, module.page_memory(runner.arena), runner.arena.layout, wake
         ),
     )
-
-
-def _move_pages(
-    memory: PageMemory, layout: PageLayout, listen: tuple[str, int], wake: Callable[[], None]
-) -> TransferMover:
-    from engine.transfer.mover import TransferMover
-
-    return TransferMover(memory, layout, listen=listen, wake=wake)
 
 
 def _read_bundle(config: EngineConfig) -> Bundle:
@@ -390,6 +396,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     flags.add_argument(
         "--peer-port", default="0", metavar="PORT", help="0: a free one; none: no part in splits"
+    )
+    flags.add_argument(
+        "--transfer",
+        choices=get_args(settings.TransferWay),
+        default="auto",
+        help="auto: shared memory on one machine, else tcp",
     )
     flags.add_argument("--script", help="answer from this JSON file instead of a model")
     flags.add_argument("--bundle", help="the tokenizer bundle that --script speaks in")

@@ -12,6 +12,7 @@ DType = Literal["auto", "bf16", "fp32"]
 KvDType = Literal["auto", "bf16", "fp32", "fp8", "int8"]
 Device = Literal["auto", "cpu", "cuda"]
 Overlap = Literal["on", "off"]
+TransferWay = Literal["auto", "tcp", "mooncake"]
 
 DEFAULT_KV_DEVICE_TOKENS = 65_536
 DEFAULT_STEP_TOKENS = 512
@@ -89,6 +90,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     cluster_store: str | None = None
     peer_host: str = "127.0.0.1"  # where other engines bring pages
     peer_port: int | None = 0  # 0: a free one; None: it takes no part in splits
+    transfer: TransferWay = "auto"
 
     def __post_init__(self) -> None:
         if self.compute not in get_args(Compute):

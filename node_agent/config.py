@@ -28,6 +28,7 @@ ENGINE_FLAGS = (
     "--step-tokens",
     "--max-running",
     "--overlap",
+    "--transfer",
 )
 
 

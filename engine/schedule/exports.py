@@ -3,8 +3,8 @@
     prompt  begin ─▶ Accepted ─▶ a Send whenever pages seal ─▶ hand_over ─▶ HandedOver
     return  send_back ─▶ Accepted ─▶ one Send, and the HandOver of nothing
 
-All of a chain that was sent keeps a transfer hold until the transfer is quiet, and so does what is
-before it: an acknowledged page alone could not be evicted from under the ones behind it.
+All of a chain that was sent keeps a transfer hold until the transfer is quiet, acknowledged or not,
+and so does what is before it: it could not be evicted from under the pages behind it anyway.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from engine.schedule.outcomes import Lost, Outcome, Sent
+from engine.schedule.outcomes import OVER, Lost, Outcome, Sent
 from engine.schedule.pages import HoldKind, PageId, PagePool
 from engine.schedule.prefix_cache import PrefixCache
 from engine.schedule.sequence import Sequence, State
@@ -44,6 +44,7 @@ class _Export:
     handover: Handover | None = None
     was_let_go: bool = False
     is_open: bool = True  # neither handed over nor withdrawn
+    is_taken_over: bool = False
 
 
 class Exports:
@@ -124,9 +125,12 @@ class Exports:
         it before that peer accepts."""
         transfer = sequence.transfer
         assert transfer is not None
-        keys = sequence.page_keys(sequence.num_sealed, self._page_size)
+        if not transfer.return_id or transfer.return_id in self:
+            return
+        num_written = len(sequence.tokens) - 1  # its last token has no place in a page
+        keys = sequence.page_keys(num_written // self._page_size, self._page_size)
         keys = keys[: self._cache.depth(keys)]
-        if not transfer.return_id or not keys or transfer.return_id in self:
+        if not keys:
             return
         export = _Export(transfer.return_id, keys, sequence.whose.owner, None)
         self._exports[transfer.return_id] = export
@@ -152,10 +156,11 @@ class Exports:
     def leave(self, sequence: Sequence, code: str, message: str) -> bool:
         """A sequence is over; whether that was before its peer had taken it over."""
         export = self._exports.get(_id_of(sequence))
-        if export is None or export.sequence is not sequence:
+        if export is not None and export.is_taken_over:
             return False
-        export.sequence = None
-        self._withdraw(export, code, message)
+        if export is not None and export.sequence is not None:
+            export.sequence = None
+            self._withdraw(export, code, message)
         return True
 
     def take(self, news: TransferNews) -> Outcome | None:
@@ -166,13 +171,14 @@ class Exports:
                 return self._accept(export, first)
             case HandedOver() if sequence and not export.is_open:
                 export.sequence = None
+                export.is_taken_over = True
                 return Sent(sequence)
             case TransferFailed(code=code, message=message):
                 return self._lose(export, code, message)
             case TransferQuiet():
                 del self._exports[news.transfer_id]
                 self._pool.release(reversed(export.held), HoldKind.TRANSFER)
-                return self._lose(export, "transfer_lost", "prefill: found its transfer over")
+                return self._lose(export, "transfer_lost", OVER)
             case _:  # acknowledged, or told twice, or too late to matter
                 return None
 
@@ -183,9 +189,10 @@ class Exports:
 
     def _accept(self, export: _Export, first: int) -> Outcome | None:
         sequence = export.sequence
-        if first > len(export.keys):
-            self._withdraw(export, "transfer_corrupt", f"first: found {first}")
-            return self._lose(export, "transfer_corrupt", f"peer: found it lacking from {first} on")
+        if not 0 <= first <= len(export.keys):
+            fault = f"first: found {first}, allowed up to {len(export.keys)} pages that it has"
+            self._withdraw(export, "transfer_corrupt", fault)
+            return self._lose(export, "transfer_corrupt", fault)
         export.first = first
         if sequence is not None:
             self._send(export, sequence.page_table[0][: sequence.num_sealed])
@@ -194,11 +201,10 @@ class Exports:
         pages = self._cache.hold_prefix(export.keys, len(export.keys), kind=HoldKind.TRANSFER)
         if len(pages) == len(export.keys):
             self._send(export, pages)
-            self._pool.release(pages, HoldKind.TRANSFER)  # _send holds them too
             self._hand_over(export, [])
         else:
-            self._pool.release(reversed(pages), HoldKind.TRANSFER)
             self._withdraw(export, "aborted", "its pages were evicted meanwhile")
+        self._pool.release(reversed(pages), HoldKind.TRANSFER)  # those sent have another
         return None
 
     def _send(self, export: _Export, pages: list[PageId]) -> None:

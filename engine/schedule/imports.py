@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from engine.schedule.outcomes import Grown, Lost, Outcome, TakenOver
+from engine.schedule.outcomes import OVER, Grown, Lost, Outcome, TakenOver
 from engine.schedule.pages import HoldKind, PageId, PagePool
 from engine.schedule.prefix_cache import PrefixCache
 from engine.schedule.sequence import Sequence, State
@@ -135,7 +135,7 @@ class Imports:
                 del self._imports[transfer_id]
                 self._pool.release(reversed(entry.held), HoldKind.TRANSFER)
                 if sequence is not None:
-                    return Lost(sequence, "transfer_lost", "transfer: found over, not complete")
+                    return Lost(sequence, "transfer_lost", OVER)
             case Arrived(first=first, count=count) if (
                 sequence and entry.held and first == entry.arrived
             ):

@@ -9,6 +9,7 @@ from engine.schedule.sequence import Sequence
 from engine.schedule.shelf import Chain
 from engine.schedule.transfer_orders import Handover
 
+OVER = "transfer: found over, allowed complete; send the request again"
 _TRANSFER_CODES = {
     "transfer_refused",
     "transfer_lost",

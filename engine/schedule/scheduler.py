@@ -399,7 +399,7 @@ class Scheduler:
                 if not admitting or not self._has_place or not self._is_due(draft, sequence):
                     continue
                 admitting = self._admit(draft, sequence, now)
-                while not admitting and self._let_go(draft.preempted):
+                while not admitting and not self._running and self._let_go(draft.preempted):
                     admitting = self._admit(draft, sequence, now)
                 # Nobody behind may take the pages that it waits for, or it could starve.
                 if not admitting or not computes:
@@ -588,8 +588,9 @@ class Scheduler:
             self._preempt(self._running[next(reversed(self._running))], preempted)
 
     def _let_go(self, preempted: set[int]) -> bool:
-        """Whether there was a prompt that is computed and that its peer has no room for yet. Two
-        engines that are each full of what waits for the other would else wait forever."""
+        """Take its pages from a prompt that is computed and that its peer has no room for yet;
+        whether there was one. Two engines that are each full of what waits for the other would else
+        wait for ever."""
         sequence = self.transfers.exports.let_go()
         if sequence is not None:
             self._send_back(sequence, preempted)
@@ -651,15 +652,8 @@ class Scheduler:
         del self._running[sequence.sequence_id]
         sequence.transition(State.MOVING)
         host, disk, cluster = sequence.slower_tokens
-        handover = Handover(
-            token,
-            sequence.cached_tokens,
-            host,
-            disk,
-            cluster,
-            sequence.queue_s,
-            logprob,
-        )
+        cached, queue_s = sequence.cached_tokens, sequence.queue_s
+        handover = Handover(token, cached, host, disk, cluster, queue_s, logprob)
         self.transfers.exports.hand_over(sequence, handover)
 
     def _go_on(self, sequence: Sequence, handover: Handover, now: float) -> list[SequenceEvent]:

@@ -245,9 +245,9 @@ def test_a_stop_string_ends_with_what_is_kept() -> None:
         ({"salt": b"short"}, "invalid_submit"),
         ({"deadline_s": float("nan")}, "invalid_submit"),
         ({"prompt": pack_ids(array("I", [1] * 200))}, "context_length_exceeded"),
-        ({"role": "prefill"}, "unsupported"),
+        ({"role": "prefill"}, "invalid_submit"),
         ({"grammar": "{}"}, "unsupported"),
-        ({"transfer": b"x"}, "unsupported"),
+        ({"transfer": b"x"}, "invalid_submit"),
         ({"deadline_s": -1.0}, "deadline_exceeded"),
         ({"sampling": Sampling(4, prompt_logprobs=0), "role": "decode"}, "invalid_submit"),
     ],
@@ -261,6 +261,37 @@ def test_a_bad_submit_fails_its_lanes_and_nothing_else(fields: dict, code: str) 
     assert bench.tokens == {(1, 1): alone(PROMPT, 6)}
     assert len(bench.records) == 3
     assert not bench.runner.live
+
+
+SPLIT = wire.Transfer(bytes(16), bytes(32), "peer:1")
+
+
+@pytest.mark.parametrize(
+    ("fields", "transfer", "code", "word"),
+    [
+        ({}, {}, "transfer_refused", "takes no part"),
+        ({"role": "mixed"}, {}, "invalid_submit", "role mixed"),
+        ({"lanes": (8, 9)}, {}, "invalid_submit", "lanes"),
+        ({"sampling": Sampling(4, prompt_logprobs=0)}, {}, "invalid_submit", "prompt_logprobs"),
+        ({"grammar": "{}"}, {}, "unsupported", "grammar"),
+        ({}, {"transfer_id": b"short"}, "invalid_submit", "transfer_id: found 5 bytes"),
+        ({}, {"secret": b""}, "invalid_submit", "secret: found 0 bytes"),
+        ({}, {"peer": "nowhere"}, "invalid_submit", "peer"),
+        ({}, {"return_id": b"short"}, "invalid_submit", "return_id: found 5 bytes"),
+        ({}, {"return_id": b"r" * 16}, "invalid_submit", "return_secret"),
+        ({}, {"return_id": bytes(16), "return_secret": bytes(32)}, "invalid_submit", "return_id"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_name(
+    fields: dict, transfer: dict, code: str, word: str
+) -> None:
+    bench = EngineBench()
+    encoded = wire.encode(msgspec.structs.replace(SPLIT, **transfer))
+    bench.submit(2, (8,), **{"role": "prefill", "transfer": encoded, **fields})
+    bench.drain()
+    assert bench.failures() == [(2, lane, code) for lane in fields.get("lanes", (8,))]
+    (told, *_) = [rare.message for _, rare in bench.rare if isinstance(rare, wire.Failed)]
+    assert word in told
 
 
 @pytest.mark.parametrize(

@@ -260,6 +260,8 @@ def test_sixty_four_streams_keep_a_pace_of_200_tokens_a_second(engine: EnginePro
         (["--kv-dtype", "int4"], 2, ["--kv-dtype", "int4", "fp8, int8", "leave it out for bf16"]),
         (["--overlap", "maybe"], 2, ["--overlap", "maybe"]),
         (["--kv-host-mb", "-1"], 2, ["--kv-host-mb", "-1", "0 or more", "leave it out"]),
+        (["--peer-port", "65536"], 2, ["--peer-port", "65536", "or none"]),
+        (["--peer-host", "0.0.0.0"], 2, ["--peer-host", "0.0.0.0", "one address", "name it"]),
         (["--kv-disk-mb", "-5", "--kv-disk-dir", "d"], 2, ["--kv-disk-mb", "-5"]),
         (["--kv-disk-mb", "5"], 2, ["--kv-disk-dir", "nothing", "leave out --kv-disk-mb"]),
         (["--script", "/nowhere/script.json"], 4, ["--script", "nowhere"]),

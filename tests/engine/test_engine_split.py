@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from array import array
 from collections.abc import Iterator
 
 import pytest
 
+from engine.__main__ import _new_mover
+from engine.config import ConfigError, EngineConfig, ModelSpec
 from policies.contract import wire
 from policies.contract.page_keys import owner_tag
 from policies.contract.wire import Abort, Drain, Sampling
@@ -213,3 +216,14 @@ def test_a_broken_runner_fails_both_legs() -> None:
         pair.decode.step()
     assert second.tokens in ([], alone(PROMPT, 6))
     pair.decode.close()
+
+
+def test_an_address_that_is_taken_is_named() -> None:
+    memory = ArenaBytes(ArenaRunner(4, LAYOUT.page_size))
+    spec = ModelSpec(name="m", identity="m", path="", format="gguf")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = EngineConfig(spec=spec, engine_index=0, peer_port=port)
+        with pytest.raises(ConfigError, match=f"127.0.0.1 port {port}") as refused:
+            _new_mover(config, memory, LAYOUT, lambda: None)
+    assert "--peer-port none" in str(refused.value)

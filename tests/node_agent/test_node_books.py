@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.framing import FrameReader
+from node_agent.app import peer_flags
 from node_agent.config import parse_config
 from node_agent.disk import locked, write_atomically
 from node_agent.errors import NodeError
@@ -326,14 +327,26 @@ def test_the_command_line_in_one_value(tmp_path: Path) -> None:
             *("--join-token-file", str(tmp_path / "token"), "--node-id", "n1"),
             *("--model", "a", "--model", "b", "--home", str(tmp_path), "--threads", "2"),
             *("--kv-dtype", "fp32", "--compute", "fast", "--kv-device-tokens", "4096"),
+            *("--peer-host", "10.0.0.7", "--peer-port", "7400"),
         ]
     )
+    assert [peer_flags(config, index)[1::2] for index in range(2)] == [
+        ("10.0.0.7", "7400"),
+        ("10.0.0.7", "7401"),
+    ]
     assert config.gateway_urls == ("ws://127.0.0.1:9001/link/v1", "wss://g.example/x")
     assert config.join_token == "secret"
     assert config.models == ("a", "b")
     assert config.engine_flags == (
         *("--kv-dtype", "fp32", "--compute", "fast", "--kv-device-tokens", "4096"),
     )
+
+
+def test_engines_take_part_in_splits_on_free_ports_unless_told_not_to() -> None:
+    needed = ["--gateway", "ws://x", "--join-token", "t"]
+    by_default, none = parse_config(needed), parse_config([*needed, "--peer-port", "none"])
+    assert peer_flags(by_default, 1)[1::2] == ("127.0.0.1", "0")
+    assert peer_flags(none, 1)[1::2] == ("127.0.0.1", "none")
 
 
 @pytest.mark.parametrize(
@@ -348,6 +361,8 @@ def test_the_command_line_in_one_value(tmp_path: Path) -> None:
         (["--gateway", "ws://x", "--join-token", "t", "--threads", "0"], "--threads"),
         (["--gateway", "ws://x", "--join-token", "t", "--compute", "quick"], "--compute"),
         (["--gateway", "ws://x", "--join-token", "t", "--bundle", "b"], "--bundle"),
+        (["--gateway", "ws://x", "--join-token", "t", "--peer-port", "no"], "--peer-port"),
+        (["--gateway", "ws://x", "--join-token", "t", "--peer-host", "::"], "--peer-host"),
         (
             [
                 *(a for i in range(33) for a in ("--gateway", f"ws://x:{i + 1}")),

@@ -54,6 +54,8 @@ def test_its_log_says_why_torch_serves_alone_and_what_fits(tiny_folder: Any) -> 
     (capacity,) = (line for line in lines if line["event"] == "engine_capacity")
     assert capacity.pop("available_bytes") > 0
     assert up.info.page_bytes > 0
+    host, _, port = up.info.peer.rpartition(":")
+    assert (host, port.isdecimal()) == ("127.0.0.1", True), "it takes part in splits"
     assert capacity == {
         "event": "engine_capacity",
         "kv_dtype": "int8",
