@@ -126,7 +126,7 @@ def read_sampling(
         top_k=_top_k(body.top_k),
         min_p=_number("min_p", body.min_p, 0.0, low=0.0, high=1.0),
         seed=None if body.seed is None else body.seed & SEED_MASK,
-        stops=_stops(body.stop, limits),
+        stops=read_stops(body.stop, limits),
         ignore_eos=bool(body.ignore_eos),
         presence_penalty=_number(
             "presence_penalty", body.presence_penalty, 0.0, low=-2.0, high=2.0
@@ -224,7 +224,7 @@ def _top_k(value: int | None) -> int:
     return value
 
 
-def _stops(stop: str | list[str] | None, limits: LimitsConfig) -> tuple[str, ...]:
+def read_stops(stop: str | list[str] | None, limits: LimitsConfig) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > limits.stop_strings:
         raise invalid(

@@ -18,8 +18,6 @@ from gateway.upstreams.upstream import Salts, Upstream
 from policies.contract.wire import Role
 from policies.routing import RoutingParameters
 
-PROBING = 2  # connections beside those of requests
-
 
 @asynccontextmanager
 async def running_upstreams(
@@ -49,7 +47,13 @@ async def _build(field: str, config: UpstreamConfig, home: Salts) -> Upstream:
         )
     api_key = None if config.api_key_file is None else read_secret(config.api_key_file)
     servers = tuple(
-        Server(name, role, base, config, _connect(base, config, api_key))
+        Server(
+            name,
+            role,
+            base,
+            config,
+            Connections(base, api_key=api_key, connect_s=config.connect_s),
+        )
         for name, role, base in _servers(config)
     )
     upstream = Upstream(config, servers, home)
@@ -79,16 +83,6 @@ def _servers(config: UpstreamConfig) -> Iterator[tuple[str, Role, str]]:
         yield f"{config.label}/p{number}", "prefill", base_url(url)
     for number, url in enumerate(config.decode, start=1):
         yield f"{config.label}/d{number}", "decode", base_url(url)
-
-
-def _connect(base: str, config: UpstreamConfig, api_key: str | None) -> Connections:
-
-    return Connections(
-        base,
-        api_key=api_key,
-        max_connections=config.max_in_flight + PROBING,
-        connect_s=config.connect_s,
-    )
 
 
 def _listened(upstream: Upstream) -> Iterator[tuple[Server, str, str | None]]:

@@ -184,17 +184,14 @@ async def _tokenised(model: UpstreamModel, request: RelayRequest) -> list[array[
 
 
 async def _chat_ids(text: TextModel, request: RelayRequest) -> array[int]:
-    messages = msgspec.json.decode(request.body.messages, type=list[ChatMessage])
-    tools = bytes(request.body.tools)
-    functions = read_functions(msgspec.json.decode(tools)).functions if tools else ()
-    return await text.chat_prompt(read_messages(messages), functions)
+    messages = msgspec.convert(request.body.messages, list[ChatMessage])
+    tools = msgspec.convert(request.body.tools or [], list[dict[str, object]])
+    return await text.chat_prompt(read_messages(messages), read_functions(tools).functions)
 
 
 async def _prompt_ids(text: TextModel, request: RelayRequest) -> list[array[int]]:
-    written = bytes(request.body.prompt)
-    if not request.is_batch:
-        written = b"[" + written + b"]"
-    prompts = msgspec.json.decode(written, type=list[str | list[int]])
+    prompt = request.body.prompt
+    prompts = msgspec.convert(prompt if request.is_batch else [prompt], list[str | list[int]])
     return [
         await text.raw_prompt(one) if isinstance(one, str) else array("I", one) for one in prompts
     ]

@@ -12,7 +12,13 @@ from typing import Literal
 import msgspec
 from msgspec import Raw, Struct
 
-from gateway.api.sampling_request import UsageOptions, invalid, least_limit, unsupported
+from gateway.api.sampling_request import (
+    UsageOptions,
+    invalid,
+    least_limit,
+    read_stops,
+    unsupported,
+)
 from gateway.api.typed_input import decoded
 from gateway.config import LimitsConfig
 from gateway.errors import GatewayError
@@ -53,9 +59,10 @@ class RelayBody(Struct, frozen=True):
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool | None = None
-    messages: Raw = Raw()
-    tools: Raw = Raw()
-    prompt: Raw = Raw()
+    stop: str | list[str] | None = None
+    messages: list[dict[str, object]] | None = None
+    tools: list[object] | None = None
+    prompt: str | list[str | int | list[int]] | None = None
     prompt_cache_key: object = None
     session_id: object = None
     metadata: object = None
@@ -123,13 +130,15 @@ def read_relay_request(data: bytes, route: Route, limits: LimitsConfig) -> Relay
     """Decode and check what admission needs; raises GatewayError (400) that names the field."""
     needed = "messages" if route == "chat" else "prompt"
     body = decoded(data, _decode_body, needs=f"model and {needed}")
+    members = msgspec.json.decode(data, type=Members)
     text = body.messages if route == "chat" else body.prompt
-    if not bytes(text):
-        raise invalid(needed, "nothing", "a value", "add the field")
+    if text is None or text == []:
+        raise invalid(needed, "nothing" if text is None else "an empty list", "some", "add one")
+    read_stops(body.stop, limits)
     choices = 1 if body.n is None else body.n
     if not 1 <= choices <= limits.choices:
         raise invalid("n", str(body.n), f"1 to {limits.choices}", "send the request several times")
-    batch = None if route == "chat" else _batch_size(text, limits)
+    batch = _batch_size(body.prompt, limits)
     num_prompts = 1 if batch is None else batch
     max_tokens = least_limit(
         max_completion_tokens=body.max_completion_tokens,
@@ -140,33 +149,30 @@ def read_relay_request(data: bytes, route: Route, limits: LimitsConfig) -> Relay
     return RelayRequest(
         route=route,
         body=body,
-        members=msgspec.json.decode(data, type=Members),
+        members=members,
         choices=choices * num_prompts,
         num_prompts=num_prompts,
         is_batch=batch is not None,
         max_tokens=max_tokens,
-        text_bytes=len(bytes(text)) + len(bytes(body.tools)),
+        text_bytes=sum([len(bytes(members.get(name, b""))) for name in (needed, "tools")]),
         hints=BodyHints(body.prompt_cache_key, body.session_id, body.metadata),
     )
 
 
-def _batch_size(prompt: Raw, limits: LimitsConfig) -> int | None:
+def _batch_size(prompt: str | Sequence[object] | None, limits: LimitsConfig) -> int | None:
     """How many prompts a list holds; None for a text, or for the ids of one prompt."""
-    if bytes(prompt)[:1] != b"[":
+    if prompt is None or isinstance(prompt, str) or isinstance(prompt[0], int):
         return None
-    items = msgspec.json.decode(prompt, type=list[Raw])
-    if not items or bytes(items[0])[:1] not in (b'"', b"["):
-        return None
-    if len(items) > limits.prompts:
-        raise invalid("prompt", f"{len(items)}", f"at most {limits.prompts}", "send fewer")
-    return len(items)
+    if len(prompt) > limits.prompts:
+        raise invalid("prompt", f"{len(prompt)}", f"at most {limits.prompts}", "send fewer")
+    return len(prompt)
 
 
 def check_able(request: RelayRequest, configs: Sequence[UpstreamConfig]) -> None:
     """Refuse what the upstreams would ignore in silence. Raises GatewayError (400)."""
     body = request.body
     wants = {
-        "tools": bool(bytes(body.tools)) and bytes(body.tools) not in (b"[]", b"null"),
+        "tools": bool(body.tools),
         "logprobs": body.logprobs not in (None, False),
         "n": (body.n or 1) > 1,
     }

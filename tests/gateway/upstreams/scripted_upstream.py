@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,7 +85,7 @@ class ScriptedUpstream:
         try:
             while await self._one(reader, writer):
                 continue
-        except (ConnectionError, asyncio.IncompleteReadError):
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
             self.num_open -= 1
@@ -109,12 +109,17 @@ class ScriptedUpstream:
         if not answer.done():
             asked.client_left = True
             answer.cancel()
+            await asyncio.wait({answer})
+            return False
+        left.cancel()
+        await asyncio.wait({left})
+        try:
+            goes_on = answer.result()
+        except ConnectionError:
+            asked.client_left = True
             return False
         asked.is_answered = True
-        left.cancel()
-        with suppress(asyncio.CancelledError):
-            await left
-        return answer.result()
+        return goes_on
 
     async def _get(self, path: str, writer: asyncio.StreamWriter) -> bool:
         if path != "/v1/models" or self.models is None:

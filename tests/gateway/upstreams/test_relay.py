@@ -238,8 +238,12 @@ def test_a_key_goes_to_the_upstream_and_never_to_a_log(relayed, tmp_path) -> Non
         relayed({"url": upstream.url, "api_key_file": str(secret)}) as gateway,
     ):
         with gateway.client() as client:
-            assert client.post("/v1/chat/completions", json=ASK).status_code == 200
-        assert upstream.asked[0].headers["authorization"] == "Bearer sk-upstream-secret-1234"
+            told = {"x-stainless-lang": "js", "cookie": "a=b", "x-api-key": "k"}
+            reply = client.post("/v1/chat/completions", json=ASK, headers=told)
+            assert reply.status_code == 200
+        headers = upstream.asked[0].headers
+        assert headers["authorization"] == "Bearer sk-upstream-secret-1234"
+        assert not told.keys() & headers.keys()
         assert "sk-upstream" not in gateway.log.getvalue()
 
 
