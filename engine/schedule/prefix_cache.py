@@ -217,6 +217,20 @@ class PrefixCache:
         self._drop(victim)
         return True
 
+    def take(
+        self, num_pages: int, kind: HoldKind, now: float = 0.0, owner: bytes = b""
+    ) -> list[PageId]:
+        """Assign pages to this owner, evicting for them what is idle; fewer where there are no
+        more."""
+        pages: list[PageId] = []
+        while len(pages) < num_pages:
+            page = self._pool.take(kind)
+            if page is not None:
+                pages.append(page)
+            elif not self.evict(now, owner):
+                break
+        return pages
+
     def _is_over(self, owner: bytes, more: int = 0) -> bool:
         """Has this owner more pages than its quota, with so many more? Without one it has not."""
         quota = self._quotas.get(owner)
