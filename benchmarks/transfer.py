@@ -160,6 +160,9 @@ def receiver(way: str, num_pages: int) -> Iterator[subprocess.Popen[str]]:
         yield child
     finally:
         stop(child, PATIENCE_S)
+        for stream in (child.stdin, child.stdout):
+            assert stream is not None
+            stream.close()
 
 
 # --- the sender's -------------------------------------------------------------------------------
