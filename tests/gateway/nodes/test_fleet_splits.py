@@ -110,6 +110,14 @@ def test_prefills_lane_brings_nothing_and_ends_by_itself() -> None:
     assert pair.outcomes == {"ok": 1}
 
 
+def test_prefills_steps_tell_how_far_it_is() -> None:
+    pair = Pair()
+    with pair.ask():
+        (leg,) = pair.nodes["p1"].lanes()
+        pair.nodes["p1"].send(wire.Step(0, 1, [], [], computed=[(leg, 512)]))
+        assert pair.backlog() == {"p1": 128, "d1": 0}
+
+
 def test_prefill_may_say_that_it_is_done_before_decode_speaks() -> None:
     pair = Pair()
     stream = pair.ask()
