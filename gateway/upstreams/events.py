@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 import msgspec
-from msgspec import UNSET, Raw, Struct, UnsetType, field
+from msgspec import UNSET, Struct, UnsetType, field
 
 MAX_EVENT_BYTES = 16 << 20
 DONE = b"[DONE]"
@@ -65,7 +65,7 @@ class Chunk(Struct, frozen=True):
     model: str | None = None
     choices: list[ChoiceHead] | None = None
     usage: dict[str, object] | UnsetType | None = UNSET
-    error: Raw | UnsetType | None = UNSET
+    error: object = None
     # Of older vLLM servers "error", with message and code beside it.
     kind: str | None = field(default=None, name="object")
 

@@ -82,7 +82,7 @@ def refused(status: int, body: bytes, retry_after: str = "") -> UpstreamFault:
     words = read_words(body)
     told = f"status {status}: {_shown(words.message)}"
     if status in (401, 403):
-        return UpstreamFault(_key_refused(status), may_retry=True, outcome="neither", told=told)
+        return UpstreamFault(_key_refused(status), may_retry=True, outcome="failed", told=told)
     if status == 429:
         busy = GatewayError(
             "capacity_exceeded",

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import msgspec
-from msgspec import UNSET
 
 from gateway.api.exchange import dice
 from gateway.api.time_limit import TimeLimit
@@ -229,7 +228,7 @@ class EventReader:
                     await self._read_out()
                     continue
                 chunk = read_chunk(content)
-                if chunk.kind == "error" or chunk.error not in (None, UNSET):
+                if chunk.kind == "error" or chunk.error is not None:
                     raise refused(_status_of(content), content)
                 found.append(Event(data, chunk))
         return found

@@ -38,6 +38,7 @@ from policies.routing import (
 )
 
 ServerState = Literal["up", "down", "open", "half_open"]
+MAX_NAMES = 65_536
 MAX_ENDING = 1024  # requests whose clients left, that still end at a server
 CLOSE_WITHIN_S = 2.0
 LOOK_EVERY_S = 0.1  # a server may list hundreds of models, and each request asks for one
@@ -137,6 +138,8 @@ class Upstreams:
                 aliases |= upstream.config.aliases
         for name in found:
             self._names.setdefault(name)
+        while len(self._names) > MAX_NAMES:
+            del self._names[next(iter(self._names))]
         models = {
             name: UpstreamModel(
                 name,

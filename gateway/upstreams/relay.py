@@ -70,7 +70,7 @@ async def relay(services: Services, exchange: Exchange, route: Route) -> None:
         exchange.notes.update(stream=request.stream, model=model.name)
         check_able(request, [upstream.config for upstream in model.upstreams])
         exchange.common_headers += request.headers()
-        ids = await _tokenised(model, request)
+        ids = await _tokenised(model, request, services.config.limits.request_deadline_s)
         tokens = _count(request, ids)
         max_tokens = _max_tokens(services, exchange, model, request, tokens, is_exact=bool(ids))
         shed = services.admission.reserve(
@@ -121,6 +121,7 @@ async def _begin(
             return ()  # it reads another text from these ids
         return upstream.event_keys(model.canonical, key.tenant, ids[0])
 
+    alike = keys(model.upstreams[0])  # prompts that begin alike are sent alike
     run = UpstreamRun(
         services=services,
         upstreams=upstreams,
@@ -131,7 +132,7 @@ async def _begin(
             prompt_tokens=tokens,
             keys=keys,
             session=session,
-            spread_by=exchange.request_id.encode(),
+            spread_by=alike[-1] if alike else exchange.request_id.encode(),
             whole=not request.is_one_sequence,
         ),
         tenant=key.tenant,
@@ -170,16 +171,19 @@ def _find(services: Services, upstreams: Upstreams, name: str) -> UpstreamModel:
 # --- text -----------------------------------------------------------------------------------------
 
 
-async def _tokenised(model: UpstreamModel, request: RelayRequest) -> list[array[int]]:
+async def _tokenised(
+    model: UpstreamModel, request: RelayRequest, patience_s: float
+) -> list[array[int]]:
     """The ids of each prompt; none where that cannot be known here. Never refuses: what a text may
     hold is the upstream's to say."""
     if model.text is None:
         return []
     try:
-        if request.route == "chat":
-            return [await _chat_ids(model.text, request)]
-        return await _prompt_ids(model.text, request)
-    except (TextError, GatewayError, msgspec.MsgspecError):
+        with TimeLimit(patience_s):
+            if request.route == "chat":
+                return [await _chat_ids(model.text, request)]
+            return await _prompt_ids(model.text, request)
+    except (TextError, GatewayError, msgspec.MsgspecError, OverflowError, TimeoutError):
         return []
 
 
@@ -199,9 +203,8 @@ async def _prompt_ids(text: TextModel, request: RelayRequest) -> list[array[int]
 
 def _count(request: RelayRequest, ids: Sequence[array[int]]) -> int:
     """Exactly, or a bound by the text's bytes."""
-    if ids:
-        return sum([len(one) for one in ids])
-    return max(1, request.text_bytes // BYTES_PER_TOKEN)
+    tokens = sum([len(one) for one in ids]) if ids else request.text_bytes // BYTES_PER_TOKEN
+    return max(1, tokens)
 
 
 def _max_tokens(

@@ -83,23 +83,27 @@ class ScriptedUpstream:
         self.num_connections += 1
         self.num_open += 1
         try:
-            while await self._one(reader, writer):
-                continue
+            ahead: bytes | None = b""
+            while ahead is not None:
+                ahead = await self._one(ahead, reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
             self.num_open -= 1
             writer.close()
 
-    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Whether the connection goes on."""
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    async def _one(
+        self, ahead: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bytes | None:
+        """ahead: read of the request already. What was read of the next; None: no next."""
+        head = (ahead + await reader.readuntil(b"\r\n\r\n")).decode()
         first, *lines = head.split("\r\n")
         method, path, _ = first.split(" ")
         headers = {name.lower(): value for name, _, value in (one.partition(": ") for one in lines)}
         if method == "GET":
             self.probes += 1
-            return await self._get(path, writer)
+            await self._get(path, writer)
+            return b""
         raw = await reader.readexactly(int(headers["content-length"]))
         asked = Asked(path, headers, json.loads(raw), raw, time.monotonic())
         self.asked.append(asked)
@@ -110,18 +114,18 @@ class ScriptedUpstream:
             asked.client_left = True
             answer.cancel()
             await asyncio.wait({answer})
-            return False
+            return None
         left.cancel()
         await asyncio.wait({left})
         try:
             goes_on = answer.result()
         except ConnectionError:
             asked.client_left = True
-            return False
+            return None
         asked.is_answered = True
-        return goes_on
+        return None if not goes_on else b"" if left.cancelled() else left.result()
 
-    async def _get(self, path: str, writer: asyncio.StreamWriter) -> bool:
+    async def _get(self, path: str, writer: asyncio.StreamWriter) -> None:
         if path != "/v1/models" or self.models is None:
             status, body = (200, b"ok") if path == "/health" else (404, b"{}")
         else:
@@ -129,7 +133,6 @@ class ScriptedUpstream:
             status, body = self.list_status, json.dumps({"object": "list", "data": listed}).encode()
         writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body))
         await writer.drain()
-        return True
 
     async def _answer(self, exchange: Exchange, writer: asyncio.StreamWriter) -> bool:
         head = [f"HTTP/1.1 {exchange.status} X", f"content-type: {exchange.content_type}"]

@@ -268,3 +268,26 @@ def test_completions_of_several_prompts_and_session_headers(relayed) -> None:
         assert "ses_1" not in sent
         first, second = rows(gateway)
         assert (first["quality"], second["status"]) == ("estimated", "ok")
+
+
+def test_recorded_harnesses_reach_an_upstream_as_they_speak(relayed, shared) -> None:
+    """Every member of what real clients send goes on, and their sessions are known."""
+    pieces = (sse(chunk("a", finish="stop"), usage_chunk(5, 1), "[DONE]"),)
+    with (
+        start_upstream(streamed(*pieces)) as upstream,
+        relayed(upstream.url) as gateway,
+        gateway.client() as client,
+    ):
+        for path in sorted((shared / "clients").glob("*.json")):
+            for one in json.loads(path.read_text())["requests"]:
+                if not one["path"].endswith("/chat/completions"):
+                    continue
+                body = {**one["body"], "model": "their-model", "stream": True}
+                told = {name: value for name, value in one["headers"] if name.startswith("x-s")}
+                reply = client.post("/v1/chat/completions", json=body, headers=told)
+                assert reply.status_code == 200, (path.stem, reply.text)
+                options = {**body.get("stream_options", {}), "include_usage": True}
+                assert upstream.asked[-1].body == {**body, "stream_options": options}
+                if "x-session-affinity" in told:
+                    assert reply.headers["x-kagari-affinity"] in ("new", "hit")
+        assert len(upstream.asked) >= 10
