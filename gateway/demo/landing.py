@@ -23,7 +23,7 @@ NUM_STREAMS = 4
 STREAM_TOKENS = 256  # they outlast a prompt that they wait for
 RUNNING_TOKENS = 8  # of each stream, when the prompt lands
 STREAM_WORDS = 60
-SPARK_CHARS = 40
+SPARK_CHARS = 28
 SPARKS = "▁▂▃▄▅▆▇█"
 LEAST_MS = 16  # of the lowest spark; each next one is twice as much
 

@@ -178,7 +178,7 @@ def show_landing(folder: Path, screen: Screen, prompt_tokens: int) -> Act:
     """A line for each way: what a token took beside the prompt, from landing to first token."""
     screen.say(
         f"\n{NUM_STREAMS} streams run, a prompt of {prompt_tokens:,} tokens lands: ms per token "
-        f"beside it (logarithmic), until its own first token"
+        f"beside it, until its own first token (logarithmic; blank: all is said)"
     )
     landings = []
     for way in WAYS:
@@ -186,8 +186,8 @@ def show_landing(folder: Path, screen: Screen, prompt_tokens: int) -> Act:
             landing = play_landing(stack, way, prompt_tokens=prompt_tokens)
         landings.append(landing)
         screen.say(
-            f"  {way.name:>16}  {sparkline(landing)}  p90 {landing.p90_ms():6,.0f} ms; "
-            f"first token {landing.prompt.ttft_s:5.2f} s, path {landing.prompt.path}"
+            f"  {way.name:>16}  {sparkline(landing)}  p90 {landing.p90_ms():6,.0f} ms, "
+            f"first in {landing.prompt.ttft_s:4.1f} s"
         )
     return landing_act(landings)
 

@@ -271,10 +271,10 @@ def test_a_prompt_that_met_no_stream_is_no_measure() -> None:
 
 def test_a_spark_is_higher_for_each_doubling_and_blank_where_nobody_speaks() -> None:
     assert [sparkline(one) for one in LANDED] == [
-        "▇" * 36 + "▁" * 4,
-        "▆" * 36 + "▁" * 4,
-        "▁" * 40,
+        "▆" * 25 + "▁" * 3,
+        "▅" * 25 + "▁" * 3,
+        "▁" * 28,
     ]
     (stream, *_), quiet_from = LANDED[2].streams, 500
     ended = dataclasses.replace(stream, pieces_at=stream.pieces_at[:quiet_from])
-    assert sparkline(dataclasses.replace(LANDED[2], streams=(ended,))) == "▁" * 29 + " " * 11
+    assert sparkline(dataclasses.replace(LANDED[2], streams=(ended,))) == "▁" * 20 + " " * 8

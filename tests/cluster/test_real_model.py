@@ -140,7 +140,7 @@ def test_engine_generate_needs_no_gateway() -> None:
 
 def test_the_demos_claims_hold() -> None:
     done = subprocess.run(
-        python_module("gateway.cli.main", "demo", "--check", "--json", "--landing-tokens", "1500"),
+        python_module("gateway.cli.main", "demo", "--check", "--json", "--landing-tokens", "1000"),
         capture_output=True,
         text=True,
         timeout=400,
