@@ -1,7 +1,8 @@
 """Where a request goes: filter → score → pick, in seconds, with the reasons kept.
 
-Cost is (tokens still to compute before it + own_weight × its own uncached tokens) ÷ the measured
-prefill rate, + the time to fetch what slower tiers hold of its prefix, where that is quicker than
+Cost is (tokens still to compute before it + its own uncached ones) ÷ the node's measured prefill
+rate, + (own_weight − 1) × its own uncached tokens ÷ the nodes' mean rate, which prices the delay to
+others, + the time to fetch what slower tiers hold of its prefix, where that is quicker than
 computing it, + pressure_s × k ÷ (1 − k) where a share k of the pages is in use: affinity and
 residency are worth tokens, they are no command. Among nodes whose costs are nearly equal the order
 is rendezvous hashing (Thaler and Ravishankar, 1998) on the session's key, else on the prompt's
@@ -89,16 +90,19 @@ class Candidate(Struct, frozen=True, gc=False):
     tokens_per_s: float  # measured prefill rate; 0: not known
     speaks: bool = True  # its wire version has every field that the request needs
     kv_share: float = 0.0  # of its pages, those in use
+    tells_pages: bool = True  # what of a prompt is resident there is known
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What routing must know of a request."""
+    """What routing must know of a request. home_tokens: of the session's last prompt; they are what
+    a home that tells of no pages is believed to hold."""
 
     prompt_tokens: int
     hash_key: bytes  # same key, same order of nodes
     home: str | None  # the session's home, when it is known
     has_affinity_key: bool
+    home_tokens: int = 0
 
 
 class Reach(Struct, frozen=True, gc=False):
@@ -117,7 +121,7 @@ class Scored(Struct, frozen=True, gc=False):
     hit_tokens: int
     uncached_tokens: int
     backlog_s: float = 0.0
-    own_s: float = 0.0  # with own_weight
+    own_s: float = 0.0  # its own tokens, and what others wait for them
     fetch_s: float = 0.0
     pressure_s: float = 0.0
 
@@ -185,9 +189,14 @@ def score(
     """Each candidate's cost in seconds; reach looks up the resident prefix on one, tier by tier,
     the fastest first."""
     scored: list[Scored] = []
-    for candidate in candidates:
-        rate = _rate(candidate, parameters)
+    rates = [_rate(candidate, parameters) for candidate in candidates]
+    # Who comes behind waits as long as the own work takes, and the faster a node the more come: so
+    # the price of their waiting is the same on all nodes.
+    others_s = (parameters.own_weight - 1.0) * len(rates) / max(1e-9, sum(rates))
+    for candidate, rate in zip(candidates, rates, strict=True):
         hit, fetch_s = _hit(reach(candidate), rate)
+        if candidate.node_id == wanted.home and not candidate.tells_pages:
+            hit = max(hit, min(wanted.home_tokens, wanted.prompt_tokens))
         uncached = max(1, wanted.prompt_tokens - hit)  # the last token is always computed
         used = min(candidate.kv_share, _MAX_KV_SHARE)
         scored.append(
@@ -196,7 +205,7 @@ def score(
                 hit,
                 uncached,
                 backlog_s=candidate.backlog_tokens / rate,
-                own_s=parameters.own_weight * uncached / rate,
+                own_s=uncached * (1.0 / rate + others_s),
                 fetch_s=fetch_s,
                 pressure_s=parameters.pressure_s * used / (1.0 - used),
             )

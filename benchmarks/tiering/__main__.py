@@ -8,14 +8,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from time import perf_counter, process_time
-
-import msgspec
 
 from benchmarks.beside import Beside, JsonRow, absent_rows, compared
 from benchmarks.tiering.replay import (
@@ -28,10 +25,10 @@ from benchmarks.tiering.replay import (
     replay_policy,
 )
 from benchmarks.tiering.trace import OWNER, PAGE_TOKENS, Request, agent_requests, read_trace
+from benchmarks.trace_file import TRACE, find_trace, read_or_exit
 from policies.contract.wire import Tier
 from policies.tiering import Resident, TierIndex
 
-TRACE = Path("shared/traces/conversation_trace.jsonl.gz")
 SIZES_M = (1.5, 5.1, 15.4)  # tokens
 AGENT_SIZES_M = (0.5, 1.5, 5.0)
 
@@ -159,22 +156,6 @@ def index_costs() -> list[Beside]:
     return [tell(row) for row in rows]
 
 
-def find_trace(given: str | None) -> Path | str:
-    """The trace, or why there is none. Exits when the one that was asked for is not there."""
-    if given is None:
-        path = Path(__file__).parents[3] / TRACE
-        why = f"no ../{TRACE}; give --trace FILE (a trace of the Mooncake FAST'25 release)"
-        return path if path.is_file() else why
-    if not Path(given).is_file():
-        sys.exit(
-            "error: --trace\n"
-            f"  found:   no file {given}\n"
-            "  allowed: a gzipped trace of the Mooncake FAST'25 release\n"
-            "  remedy:  gzip FAST25-release/traces/conversation_trace.jsonl of its project"
-        )
-    return Path(given)
-
-
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--quick", action="store_true", help="the first 15 minutes of the trace")
@@ -185,14 +166,8 @@ def main() -> None:
     trace = find_trace(options.trace)
     requests: list[Request] = []
     if isinstance(trace, Path):
-        try:
-            requests = read_trace(trace, until_s=900.0 if options.quick else float("inf"))
-        except (OSError, msgspec.DecodeError) as error:
-            sys.exit(
-                f"error: --trace\n  found:   {trace}: {error}\n"
-                "  allowed: gzipped lines with timestamp, input_length and hash_ids\n"
-                "  remedy:  give a trace of the Mooncake FAST'25 release"
-            )
+        until_s = 900.0 if options.quick else float("inf")
+        requests = read_or_exit(trace, lambda path: read_trace(path, until_s=until_s))
     rows, absent = index_costs(), dict[str, str]()
     for pause_s in (12.0, 60.0):
         agents = agent_requests(pause_s=pause_s, until_s=900.0 if options.quick else 2400.0)

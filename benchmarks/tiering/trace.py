@@ -7,31 +7,21 @@ mean an equal prefix up to and including that block. So a block is a page here, 
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from random import Random
 
-import msgspec
-from msgspec import Struct
-
+from gateway.lab.workload import PAGE_TOKENS, Sessions, read_rows
 from policies.tiering import Resident
 
-PAGE_TOKENS = 512
 OWNER = b"everybody"
-
-
-class _Line(Struct, frozen=True):
-    timestamp: float
-    input_length: int
-    hash_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """now: seconds from the trace's start. session: inferred, see sessions()."""
+    """now: seconds from the trace's start. session: inferred, see Sessions."""
 
     now: float
     tokens: int
@@ -46,20 +36,17 @@ class Request:
 
 def read_trace(path: Path, *, until_s: float) -> list[Request]:
     """Raises OSError, and msgspec.DecodeError on a line of another shape."""
-    decoder = msgspec.json.Decoder(_Line)
-    with gzip.open(path, "rb") as file:
-        lines = [decoder.decode(line) for line in file]
     return requests(
-        (line.timestamp / 1e3, line.input_length, line.hash_ids)
-        for line in lines
-        if line.timestamp < until_s * 1e3
+        (row.timestamp / 1e3, row.input_length, row.hash_ids)
+        for row in read_rows(path)
+        if row.timestamp < until_s * 1e3
     )
 
 
 def requests(rows: Iterable[tuple[float, int, Sequence[int]]]) -> list[Request]:
     """(arrival in seconds, prompt tokens, block ids) each, in order of arrival."""
     page_by_id: dict[int, Resident] = {}
-    session_by_end: dict[bytes, int] = {}
+    sessions = Sessions()
     made: list[Request] = []
     for now, tokens, ids in rows:
         parent = b""
@@ -70,19 +57,9 @@ def requests(rows: Iterable[tuple[float, int, Sequence[int]]]) -> list[Request]:
             parent = page.key
         pages = [page_by_id[one] for one in ids]
         keys = [page.key for page in pages]
-        session = _session_of(keys[: tokens // PAGE_TOKENS], session_by_end, number=len(made))
+        session = sessions.find(keys[: tokens // PAGE_TOKENS])
         made.append(Request(now, tokens, keys, pages, session))
     return made
-
-
-def _session_of(full: Sequence[bytes], session_by_end: dict[bytes, int], *, number: int) -> int:
-    """A prompt that goes on from the last full page of an earlier one is that session's next turn;
-    prompts of one page are no evidence, many share a preamble."""
-    if len(full) < 2:
-        return number
-    session = next((session_by_end[key] for key in reversed(full) if key in session_by_end), number)
-    session_by_end[full[-1]] = session
-    return session
 
 
 def agent_requests(*, pause_s: float, until_s: float) -> list[Request]:

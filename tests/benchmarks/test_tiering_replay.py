@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.tiering.__main__ import find_trace
 from benchmarks.tiering.replay import (
     make_node,
     replay,
@@ -22,6 +21,7 @@ from benchmarks.tiering.replay import (
     replay_policy,
 )
 from benchmarks.tiering.trace import PAGE_TOKENS, Request, read_trace, requests
+from benchmarks.trace_file import find_trace
 
 # One chain that comes back after a stranger, who never does; pages of 512 tokens, the last partial.
 RETURNS = [(0.0, 1500, [1, 2, 3]), (10.0, 1000, [7, 8]), (20.0, 1600, [1, 2, 3, 4])]

@@ -102,6 +102,23 @@ def test_score_is_backlog_and_four_times_own_work_in_seconds(
     assert scored.cost_s == pytest.approx(cost_s)
 
 
+def test_what_others_wait_costs_the_same_on_a_slow_node_as_on_a_fast_one() -> None:
+    """Priced at each node's own rate, a slow node was left idle until the fast ones were full."""
+    nodes = [node("a", tokens_per_s=1000.0), node("b", tokens_per_s=3000.0)]
+    slow, fast = score(nodes, wanted(), lambda one: [], PARAMETERS)
+    assert slow.own_s == pytest.approx(1000 / 1000 + 3 * 1000 / 2000)
+    assert fast.own_s == pytest.approx(1000 / 3000 + 3 * 1000 / 2000)
+
+
+def test_a_home_that_tells_of_no_pages_is_believed_to_hold_the_last_prompt() -> None:
+    nodes = [node("a"), node("b", tells_pages=False, backlog_tokens=2000)]
+    for home, hit in (("b", 900), ("a", 0), (None, 0)):
+        want = Wanted(1000, b"key", home, has_affinity_key=True, home_tokens=900)
+        scored = score(nodes, want, lambda one: [], PARAMETERS)
+        assert max(one.hit_tokens for one in scored) == hit
+    assert choose(nodes, Wanted(1000, b"key", "b", True, 900))[0] == "b"
+
+
 @pytest.mark.parametrize(
     ("share", "pressure_s"), [(0.0, 0.0), (0.5, 0.5), (0.9, 4.5), (1.0, 49.5), (1.5, 49.5)]
 )
