@@ -129,13 +129,7 @@ class Fetches:
             return 0
         # First, or our own pages could be evicted for those that are to follow them.
         anchor = self._hold_anchor(keys[start - 1] if start else None)
-        pages: list[PageId] = []
-        while len(pages) < end - start:
-            page = self._pool.take(HoldKind.TRANSFER)
-            if page is not None:
-                pages.append(page)
-            elif not self._cache.evict(now):
-                break
+        pages = self._cache.take(end - start, HoldKind.TRANSFER, now)
         if not pages:
             self._pool.release(anchor, HoldKind.TRANSFER)
             return 0

@@ -84,12 +84,7 @@ class Imports:
         pages = self._cache.hold_prefix(keys, len(keys))
         num_found, num_pages = len(pages), -(-sequence.num_prompt // self._page_size)
         if num_pages - num_found <= spare():
-            while len(pages) < num_pages:
-                page = self._pool.take(HoldKind.SEQUENCE)
-                if page is not None:
-                    pages.append(page)
-                elif not self._cache.evict(now):
-                    break
+            pages += self._cache.take(num_pages - num_found, HoldKind.SEQUENCE, now)
         if len(pages) < num_pages:
             self._pool.release(reversed(pages), HoldKind.SEQUENCE)
             return False

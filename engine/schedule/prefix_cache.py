@@ -173,6 +173,17 @@ class PrefixCache:
         self._drop(victim)
         return True
 
+    def take(self, num_pages: int, kind: HoldKind, now: float = 0.0) -> list[PageId]:
+        """Assign pages, evicting for them what is idle; fewer where there are no more."""
+        pages: list[PageId] = []
+        while len(pages) < num_pages:
+            page = self._pool.take(kind)
+            if page is not None:
+                pages.append(page)
+            elif not self.evict(now):
+                break
+        return pages
+
     def forget(self, pages: Iterable[PageId]) -> None:
         """Unpublish pages whose bytes are in doubt, and all that was built on them."""
         for page in pages:

@@ -25,3 +25,15 @@ class Rates:
         elif decode_tokens:
             weight = _WEIGHT if self.decode_tokens_per_s else 1.0
             self.decode_tokens_per_s += weight * (rate - self.decode_tokens_per_s)
+
+
+class ImportRate:
+    """Bytes per second at which pages of other engines land here."""
+
+    def __init__(self) -> None:
+        self.bytes_per_s = 0.0  # 0: not known yet
+
+    def record(self, num_bytes: int, seconds: float) -> None:
+        if num_bytes and seconds > 0.0:
+            weight = _WEIGHT if self.bytes_per_s else 1.0
+            self.bytes_per_s += weight * (num_bytes / seconds - self.bytes_per_s)

@@ -129,12 +129,7 @@ class Returns:
         pages = self._cache.hold_prefix(keys, len(keys), kind=HoldKind.TRANSFER)
         first, held = len(pages), sum(len(other.held) for other in self._returns.values())
         end = min(len(keys), first + self._spare(), self._most_held - held)
-        while len(pages) < end:
-            page = self._pool.take(HoldKind.TRANSFER)
-            if page is not None:
-                pages.append(page)
-            elif not self._cache.evict(now):
-                break
+        pages += self._cache.take(end - first, HoldKind.TRANSFER, now)
         if len(pages) == first:
             self._pool.release(reversed(pages), HoldKind.TRANSFER)
             return False

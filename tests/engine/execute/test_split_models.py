@@ -65,7 +65,9 @@ def usage(answer: Answer) -> wire.Usage:
     return answer.end.usage
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "native"])
+@pytest.mark.parametrize(
+    "precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow), "native"]
+)
 def test_split_equals_mixed_in_tokens_logprobs_and_usage(
     make_pair: MakePair, path: Path, make_runner: Runners, precision: str
 ) -> None:

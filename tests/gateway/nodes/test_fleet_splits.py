@@ -110,6 +110,14 @@ def test_prefills_lane_brings_nothing_and_ends_by_itself() -> None:
     assert pair.outcomes == {"ok": 1}
 
 
+def test_prefills_steps_tell_how_far_it_is() -> None:
+    pair = Pair()
+    with pair.ask():
+        (leg,) = pair.nodes["p1"].lanes()
+        pair.nodes["p1"].send(wire.Step(0, 1, [], [], computed=[(leg, 512)]))
+        assert pair.backlog() == {"p1": 128, "d1": 0}
+
+
 def test_prefill_may_say_that_it_is_done_before_decode_speaks() -> None:
     pair = Pair()
     stream = pair.ask()
@@ -362,6 +370,48 @@ def test_another_prefill_node_is_tried_first() -> None:
         pair.nodes[first].cut()
         assert (stream.path, stream.node_id) == ("split", "d1")
         assert stream.prefill_node not in (None, first)
+
+
+def test_a_prefill_node_that_failed_it_is_exchanged_though_it_is_the_cheaper_one() -> None:
+    pair = Pair("p1", "p2", "d1")
+    pair.nodes["p2"].report(uncached_tokens=50_000)
+    with pair.ask() as stream:
+        assert stream.prefill_node == "p1"
+        fail("d1", "transfer_lost")(pair)
+        assert (stream.path, stream.prefill_node) == ("split", "p2")
+
+
+def test_the_last_try_is_where_part_of_the_prompt_lies_though_another_node_is_cheaper() -> None:
+    pair = Pair("p1", "d1", "d2")
+    with pair.ask() as stream:
+        for _ in range(2):
+            last = stream.node_id
+            lanes = pair.nodes[last].lanes()
+            pair.nodes[last].fail(lanes[-1], "transfer_timeout")
+            pair.nodes[stream.node_id].report(uncached_tokens=50_000)
+        assert (stream.path, stream.node_id, stream.attempt) == ("bypass", last, 3)
+        other = ({"d1", "d2"} - {last}).pop()
+        costs = {one.candidate.node_id: one.cost_s for one in stream.decision.scored}
+        assert costs[other] < costs[last]
+
+
+def test_no_request_spends_its_last_try_on_a_pair() -> None:
+    pair = Pair("d1", "d2")
+    with pair.ask() as stream:
+        pair.nodes["p1"] = pair.node("p1")
+        pair.nodes[stream.node_id].cut()
+        assert (stream.attempt, stream.path) == (2, "split")
+        fail(stream.node_id, "transfer_lost")(pair)
+        assert (stream.attempt, stream.path) == (3, "bypass")
+
+
+def test_decode_that_ends_by_itself_before_a_token_takes_prefill_along() -> None:
+    pair = Pair()
+    stream = pair.ask()
+    lane_of(pair, "p1")
+    end("d1", "error")(pair)
+    assert stream.take()[0].end is not None
+    assert [type(message) for message in pair.nodes["p1"].read()] == [wire.Abort]
 
 
 def test_losing_decode_before_the_first_token_moves_both_halves() -> None:
