@@ -38,7 +38,7 @@ WAYS = {
 ASKED = {"chunk 512": 3.0, "chunk 256": 1.5}  # of time per token, p90
 COLD_SHARE = 0.6  # of one engine's time: cold prompts alone
 MOST_LOAD = 2.0
-SEARCH_S = 45.0
+SEARCH_S = 60.0
 SLO_LOAD = "slo_load"
 
 

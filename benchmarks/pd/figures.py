@@ -18,8 +18,8 @@ class Objective:
 
     prefill_rate: float
     first_s: float = 2.0
-    times_alone: float = 2.0
-    per_token_s: float = 0.1
+    times_alone: float = 4.0  # prompts come two at once
+    per_token_s: float = 0.05
     share: float = 0.9
 
     def is_met(self, answers: Sequence[Answer]) -> bool:

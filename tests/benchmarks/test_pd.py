@@ -51,10 +51,10 @@ def test_tokens_are_counted_each_and_requests_by_their_mean() -> None:
 
 def test_a_request_keeps_its_objective_by_what_was_new_to_it() -> None:
     objective = Objective(prefill_rate=1000)
-    kept = answer(ttft_s=7.9, gaps_s=[0.1] * 4, new_tokens=3000)
+    kept = answer(ttft_s=13.9, gaps_s=[0.049] * 4, new_tokens=3000)
     assert objective.keeps(kept)
     assert not objective.keeps(replace(kept, new_tokens=2900))
-    assert not objective.keeps(answer(ttft_s=1.0, gaps_s=[0.1, 0.1, 0.11]))
+    assert not objective.keeps(answer(ttft_s=1.0, gaps_s=[0.049, 0.049, 0.06]))
     assert objective.is_met([kept] * 9 + [replace(kept, new_tokens=1)])
     assert not objective.is_met([kept] * 8 + [replace(kept, new_tokens=1)])
 
