@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.engine.bench import Bench, say
-from benchmarks.engine.machine import quicker_precision
+from benchmarks.engine.machine import quicker_precisions
 from benchmarks.peers.catalogue import Absent, Present, find, peers_folder
 from benchmarks.peers.driven import DrivenEngine, PeerLost
 from benchmarks.peers.starts import (
@@ -68,12 +68,12 @@ class _Peers:
         self._checkpoint = checkpoint
         self._stack = stack
         self._logs = logs
-        # Which is better differs from CPU to CPU: both count, but for a quick run.
+        # Which is better differs from CPU to CPU: both count, a quick run leaves out what never is.
         self._precisions: tuple[str, ...] = ("bf16", "fp32")
         if bench.quick:
             facts = checkpoint.config
-            self._precisions = (quicker_precision(facts.hidden_size, facts.ffn_size),)
-            say(f"products of {self._precisions[0]} are the quicker ones here: peers compute in it")
+            self._precisions = quicker_precisions(facts.hidden_size, facts.ffn_size)
+            say(f"products are quickest in {', '.join(self._precisions)}: peers compute in these")
 
     def start(self) -> None:
         here = [found for name in self._wanted for found in self._present(name)]
