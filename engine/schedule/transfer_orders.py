@@ -1,7 +1,7 @@
 """What the books of a split ask to be moved between engines, and what they are told, as values.
 
     prefill: Export ─▶ Accepted, Send ─▶ Acked …, HandOver ─▶ HandedOver, then TransferQuiet
-    decode:  Import ─▶ Arrived …, Received, then TransferQuiet
+    decode:  Expect ─▶ Offered, Import ─▶ Arrived …, Received, then TransferQuiet; or Import at once
     return:  prefill: Expect ─▶ Offered, Import …; decode: Export …, with nothing to hand over
 
 Every transfer ends in exactly one TransferQuiet, whatever happened: from then on nobody reads or

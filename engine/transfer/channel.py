@@ -2,7 +2,7 @@
 have proven the secret, and pages read and written where they lie, without a copy.
 
 A frame is 4 bytes of length (little endian, of the message alone), one msgpack message and, once
-sealed, its 32-byte MAC; behind a Pages message without slots follow its pages' bytes. Whoever says
+sealed, its 32-byte MAC; behind a Pages message without places follow its pages' bytes. Whoever says
 nothing for SILENT_S is dead to us, whatever its kernel answers.
 """
 
@@ -28,7 +28,6 @@ from engine.transfer.seal import Seal
 
 PING_S = 1.0
 SILENT_S = 3.0
-SOCKET_BYTES = 4 << 20
 _TURN_BYTES = 4 << 20  # read at once; then it is another connection's turn
 _AT_ONCE = 64  # buffers of one sendmsg
 _HEAD = Struct("<I")
@@ -68,8 +67,6 @@ class Channel:
     def __init__(self, connection: socket.socket, owner: Owner, now: float) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            connection.setsockopt(socket.SOL_SOCKET, option, SOCKET_BYTES)
         self.socket = connection
         self.owner = owner
         self.is_open = True

@@ -29,7 +29,7 @@ PARTING_S = 1.0  # for the peer to read a last word
 
 
 class Stranger:
-    """find: the leg that waits for a peer under an id. part, drop: close, at once or once what was
+    """find: the side that waits for a peer under an id. part, drop: close, at once or once what was
     said has arrived."""
 
     def __init__(
@@ -59,24 +59,24 @@ class Stranger:
             raise Broken("transfer_corrupt", f"greeting: found {error}") from error
 
     def _challenge(self, hello: object) -> None:
-        leg = self._find(hello.transfer_id) if isinstance(hello, Hello) else None
-        if not isinstance(hello, Hello) or hello.version != VERSION or leg is None:
+        side = self._find(hello.transfer_id) if isinstance(hello, Hello) else None
+        if not isinstance(hello, Hello) or hello.version != VERSION or side is None:
             self.channel.say(encode(Unknown(VERSION)))
             self._is_refused = True
             return
         self._id = hello.transfer_id
         nonce = os.urandom(NONCE_BYTES)
-        session = Session(leg.secret, self._id, dialler_nonce=hello.nonce, listener_nonce=nonce)
+        session = Session(side.secret, self._id, dialler_nonce=hello.nonce, listener_nonce=nonce)
         self.channel.say(encode(Challenge(VERSION, nonce, session.proof)))
         self.channel.seal(session.from_listener, session.from_dialler)
 
     def _admit(self, offer: object) -> None:
         """The seal has proven the secret. An id is for one peer: who comes second is too late."""
         assert self._id is not None
-        leg = self._find(self._id)
-        if leg is None or not isinstance(offer, Offer):
+        side = self._find(self._id)
+        if side is None or not isinstance(offer, Offer):
             raise Broken("transfer_refused", "offer: found one that nobody waits for")
-        leg.greet(self.channel, offer)
+        side.greet(self.channel, offer)
 
     def filled(self) -> None:
         raise AssertionError("no pages were expected")

@@ -1,4 +1,4 @@
-"""The receiver's leg: takes pages to where they belong, and believes none before its digest."""
+"""The receiver's side: takes pages to where they belong, and believes none before its digest."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from engine.schedule.transfer_orders import Arrived, Expect, Import
 from engine.store.page_codec import copy_bytes
 from engine.store.quantise import convert
 from engine.transfer.channel import Channel
-from engine.transfer.leg import Leg, Site, Unsound
 from engine.transfer.machine import Effect, Receive, Say, Stop, Tell
 from engine.transfer.messages import Accept, Drained, HandOver, Message, Offer, Pages, Withdraw
 from engine.transfer.receiver import Receiver
 from engine.transfer.rooms import OwnRoom, make_room
 from engine.transfer.seal import page_digest
+from engine.transfer.side import Side, Site, Unsound
 from engine.transfer.states import Event
 
 
-class Incoming(Leg):
+class Incoming(Side):
     machine: Receiver
 
     def __init__(self, site: Site, order: Expect | Import) -> None:
@@ -42,7 +42,7 @@ class Incoming(Leg):
     def take(self, message: Message) -> None:
         self._is_drained |= isinstance(message, HandOver | Withdraw | Drained)
         super().take(message)
-        if isinstance(message, Pages) and not message.slots and not self._landing:
+        if isinstance(message, Pages) and not message.places and not self._landing:
             assert self.channel is not None
             self.channel.skip(len(message.digests) * self.machine.travels.page_bytes)
 
@@ -74,9 +74,10 @@ class Incoming(Leg):
         assert self.machine.offer is not None
         return make_room(
             [way for way in self.machine.offer.ways if way in self.site.ways],
+            self.site.shared_rooms,
             self.site.engine,
             num_pages=accept.stop - accept.first,
-            slot_bytes=self.machine.travels.page_bytes,
+            place_bytes=self.machine.travels.page_bytes,
             is_local=self.channel.is_local,
         )
 
@@ -91,17 +92,17 @@ class Incoming(Leg):
             self._landing = self._views
         else:
             self._landing = [memoryview(bytearray(size)) for _ in self._views]
-        if not receive.slots:
+        if not receive.places:
             self.channel.expect(self._landing)
             return
         if (
             room is None
-            or len(receive.slots) != len(self._landing)
-            or max(receive.slots) >= room.told.slots
+            or len(receive.places) != len(self._landing)
+            or max(receive.places) >= room.told.places
         ):
-            raise Unsound("transfer_corrupt", "Pages: found slots that no page can lie in")
-        for slot, page in zip(receive.slots, self._landing, strict=True):
-            copy_bytes(room.slot(slot), page)
+            raise Unsound("transfer_corrupt", "Pages: found places that no page can lie in")
+        for place, page in zip(receive.places, self._landing, strict=True):
+            copy_bytes(room.place(place), page)
         self.filled()
 
     def filled(self) -> None:
@@ -113,7 +114,7 @@ class Incoming(Leg):
     def _verify(self) -> None:
         receive, memory = self._receive, self.site.memory
         assert receive is not None
-        digest = page_digest if self._room is None or not receive.slots else self._room.digest
+        digest = page_digest if self._room is None or not receive.places else self._room.digest
         for at, (page, wanted) in enumerate(zip(self._landing, receive.digests, strict=True)):
             if not compare_digest(digest(page), wanted):
                 raise Unsound(
@@ -137,6 +138,8 @@ class Incoming(Leg):
         )
         self._let_go()
         self.feed(Event.ARRIVED, arrived)
+        if self.channel is not None and self.channel.is_open:
+            self.channel.send(self.site.clock())  # the places are wanted while others are read
 
     def _let_go(self) -> None:
         """Of the pages that are arriving."""

@@ -1,6 +1,6 @@
 """Moves pages between engines: carries out the orders of a split's books, tells what came of it.
 
-    engine loop ──give──▶ mover's thread: legs ◀──▶ channels ◀──▶ peers' movers
+    engine loop ──give──▶ mover's thread: sides ◀──▶ channels ◀──▶ peers' movers
          ▲                        │
          └──take── news ◀─────────┘
 
@@ -38,10 +38,11 @@ from engine.store.tiered import PageMemory
 from engine.transfer.channel import Broken, Channel, Owner
 from engine.transfer.doorstep import Parting, Stranger
 from engine.transfer.incoming import Incoming
-from engine.transfer.leg import Leg, Site
 from engine.transfer.machine import Fault
 from engine.transfer.outgoing import Outgoing
 from engine.transfer.rooms import WAYS, Way
+from engine.transfer.shared_room import SharedRooms
+from engine.transfer.side import Side, Site
 from engine.transfer.staging import TransferEngine
 from engine.transfer.states import Event
 
@@ -53,7 +54,7 @@ _BACKLOG = 128
 _REMEMBERED = 1 << 14  # ids that were used
 
 
-_Job = tuple[Leg, Callable[[], None]]
+_Job = tuple[Side, Callable[[], None]]
 
 
 class TransferMover:
@@ -68,10 +69,9 @@ class TransferMover:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """memory: this thread's own. listen: address and port, 0 for a free one; None: nobody can
-        bring pages. ways: of rooms.WAYS. wake: called from another
-        thread when there is something to take. clock: that of the orders' deadlines. Raises OSError
-        where the address cannot be listened on, or Mooncake does not start; ConfigError where it is
-        not installed."""
+        bring pages. ways: of rooms.WAYS. wake: called from another thread when there is something
+        to take. clock: that of the orders' deadlines. Raises OSError where the address cannot be
+        listened on, or Mooncake does not start; ConfigError where it is not installed."""
         self.wake = wake
         self._memory = memory
         self._clock = clock
@@ -84,6 +84,7 @@ class TransferMover:
             watch=self._watch,
             part=self._part,
             call=self._call,
+            shared_rooms=SharedRooms(),
             engine=TransferEngine(_host_of(listen)) if "mooncake" in ways else None,
         )
         self._news: deque[tuple[TransferNews, list[tuple[int, int]]]] = deque()
@@ -92,6 +93,7 @@ class TransferMover:
         self._incoming: dict[bytes, Incoming] = {}
         self._used: OrderedDict[bytes, type[TransferOrder]] = OrderedDict()
         self._watched: dict[Channel, int] = {}  # → what the selector waits for; oldest first
+        self._is_deaf = False  # to who would connect
         self._ends_at: float | None = None  # once it closes
         self._close_s = 0.0
         self._listener = None if listen is None else _listen(listen)
@@ -138,10 +140,10 @@ class TransferMover:
 
     def _run(self) -> None:
         ticked_at = self._clock()
-        while self._ends_at is None or (self._has_legs and ticked_at < self._ends_at):
-            wait_s = TICK_S if self._watched or self._outgoing else IDLE_S
-            is_idle = not self._watched and not self._has_legs
-            for key, events in self._selector.select(None if is_idle else wait_s):
+        while self._ends_at is None or (self._has_transfers and ticked_at < self._ends_at):
+            ready = self._selector.select(self._patience_s())
+            now = self._clock()  # who has said nothing by now: what comes meanwhile is read first
+            for key, events in ready:
                 if key.fileobj is self._bell:
                     self._bell.recv(1 << 12)
                 elif key.fileobj is self._listener:
@@ -150,38 +152,45 @@ class TransferMover:
                     self._serve(key.data, events)
             while self._inbox:
                 self._take_in(self._inbox.popleft())
-            now = self._clock()
             if now - ticked_at >= TICK_S:
                 ticked_at = now
                 self._tick(now)
         self._end()
 
+    def _patience_s(self) -> float | None:
+        """How long to wait for something to happen."""
+        if self._watched or self._outgoing or self._is_deaf:
+            return TICK_S
+        return IDLE_S if self._incoming else None
+
     @property
-    def _has_legs(self) -> bool:
+    def _has_transfers(self) -> bool:
         return bool(self._outgoing or self._incoming)
 
     def _end(self) -> None:
-        for leg in (*self._outgoing.values(), *self._incoming.values()):
-            leg.feed(Event.CUT, Fault("transfer_lost", "engine: found ending"))
+        ending = Fault("transfer_lost", "engine: found ending")
+        for side in (*self._outgoing.values(), *self._incoming.values()):
+            self._try(side, lambda side=side: side.feed(Event.CUT, ending))  # type: ignore[misc]
         for channel in list(self._watched):
             self._drop(channel)
         for left in (self._listener, self._bell, self._ringer):
             if left is not None:
                 left.close()
         self._selector.close()
+        self._site.shared_rooms.close()
 
-    def _call(self, leg: Leg, act: Callable[[], None]) -> None:
-        self._inbox.append((leg, act))
+    def _call(self, side: Side, act: Callable[[], None]) -> None:
+        self._inbox.append((side, act))
         self._ring()
 
     def _take_in(self, order: TransferOrder | _Job | None) -> None:
         match order:
-            case (leg, act):
-                self._act(leg, act)
+            case (side, act):
+                self._act(side, act)
             case None:
                 self._ends_at = self._clock() + self._close_s
-                for leg in (*self._outgoing.values(), *self._incoming.values()):
-                    self._feed(leg, Event.WITHDRAW, Withdraw(leg.machine.transfer_id, "draining"))
+                for side in (*self._outgoing.values(), *self._incoming.values()):
+                    self._feed(side, Event.WITHDRAW, Withdraw(side.machine.transfer_id, "draining"))
             case Export():
                 if self._is_new(order):
                     outgoing = Outgoing(self._site, order)
@@ -204,8 +213,8 @@ class TransferMover:
             case HandOver():
                 self._feed(self._outgoing.get(order.transfer_id), Event.SEND_LAST, order)
             case Withdraw():
-                for legs in (self._outgoing, self._incoming):
-                    self._feed(legs.get(order.transfer_id), Event.WITHDRAW, order)
+                for sides in (self._outgoing, self._incoming):
+                    self._feed(sides.get(order.transfer_id), Event.WITHDRAW, order)
             case _:
                 assert_never(order)
 
@@ -238,8 +247,9 @@ class TransferMover:
             connection, _ = listener.accept()
         except BlockingIOError:
             return
-        except OSError:  # no descriptor is left: those who wait do so until one is
-            time.sleep(TICK_S)
+        except OSError:  # no descriptor is left: who waits does so until the next tick
+            self._selector.unregister(listener)
+            self._is_deaf = True
             return
         stranger = Stranger(
             connection, find=self._find, part=self._part, drop=self._drop, now=self._clock()
@@ -248,8 +258,8 @@ class TransferMover:
 
     def _find(self, transfer_id: bytes) -> Incoming | None:
         """Who waits for a peer under this id. One that has come is the only one."""
-        leg = self._incoming.get(transfer_id)
-        return leg if leg is not None and leg.channel is None else None
+        side = self._incoming.get(transfer_id)
+        return side if side is not None and side.channel is None else None
 
     def _serve(self, channel: Channel, events: int) -> None:
         def act() -> None:
@@ -262,27 +272,30 @@ class TransferMover:
         self._try(channel, act)
         self._rearm(channel)
 
-    def _feed(self, leg: Leg | None, event: Event, order: TransferOrder) -> None:
+    def _feed(self, side: Side | None, event: Event, order: TransferOrder) -> None:
         """None: it has ended, and that is told."""
-        if leg is not None:
-            self._act(leg, lambda: leg.feed(event, order))
+        if side is not None:
+            self._act(side, lambda: side.feed(event, order))
 
-    def _act(self, leg: Leg, act: Callable[[], None]) -> None:
+    def _act(self, side: Side, act: Callable[[], None]) -> None:
         def act_and_flush() -> None:
             act()
-            leg.flush(self._clock())
+            side.flush(self._clock())
 
-        self._try(leg, act_and_flush)
-        if leg.channel is not None:
-            self._rearm(leg.channel)
+        self._try(side, act_and_flush)
+        if side.channel is not None:
+            self._rearm(side.channel)
 
     def _tick(self, now: float) -> None:
         owners: list[Owner] = [*self._outgoing.values(), *self._incoming.values()]
-        owners += [channel.owner for channel in self._watched if not isinstance(channel.owner, Leg)]
+        owners += [one.owner for one in self._watched if not isinstance(one.owner, Side)]
         for owner in owners:
             self._try(owner, lambda owner=owner: owner.tick(now))  # type: ignore[misc]
         for channel in list(self._watched):
             self._serve(channel, 0)
+        if self._is_deaf and self._listener is not None:
+            self._is_deaf = False
+            self._selector.register(self._listener, selectors.EVENT_READ)
 
     def _try(self, whose: Owner | Channel, act: Callable[[], None]) -> None:
         """Whatever goes wrong with one transfer or connection is its own affair."""

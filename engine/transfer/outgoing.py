@@ -1,4 +1,4 @@
-"""The sender's leg: dials, reads pages where they lie, converts where that makes fewer bytes."""
+"""The sender's side: dials, reads pages where they lie, converts where that makes fewer bytes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ipaddress
 import os
 import socket
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import msgspec
@@ -14,7 +15,6 @@ from engine.schedule.transfer_orders import Export
 from engine.store.quantise import convert
 from engine.transfer.channel import Broken, Channel
 from engine.transfer.forms import form_of, misfit, travels_as
-from engine.transfer.leg import Leg, Site, Unsound
 from engine.transfer.machine import Effect, Fault, Push, Stop
 from engine.transfer.messages import (
     NONCE_BYTES,
@@ -31,6 +31,7 @@ from engine.transfer.messages import (
 from engine.transfer.rooms import PeerRoom, reach_room
 from engine.transfer.seal import Session, page_digest
 from engine.transfer.sender import Granted, Sender
+from engine.transfer.side import Side, Site, Unsound
 from engine.transfer.states import Event, State
 
 RETRY_S = 2.0  # until the peer knows the id: it may hear of the transfer a little later than we
@@ -45,7 +46,7 @@ class _Unsaid:
     is_due: bool = False
 
 
-class Outgoing(Leg):
+class Outgoing(Side):
     machine: Sender
 
     def __init__(self, site: Site, order: Export) -> None:
@@ -132,20 +133,21 @@ class Outgoing(Leg):
     def take(self, message: Message) -> None:
         if isinstance(message, Accept) and self.machine.state is State.OFFERING:
             self._room = self._reach(message)
-            slots = 0 if self._room is None else self._room.slots
-            self.feed(Event.ACCEPT, Granted(message, slots))
+            places = 0 if self._room is None else self._room.places
+            self.feed(Event.ACCEPT, Granted(message, places))
         else:
             super().take(message)
 
     def _reach(self, accept: Accept) -> PeerRoom | None:
         if misfit(form_of(self.site.layout), accept.form):
             return None  # as the machine will find
-        slot_bytes = travels_as(self.site.layout, accept.form.layout).page_bytes
+        place_bytes = travels_as(self.site.layout, accept.form.layout).page_bytes
         site = self.site
         return reach_room(
             accept.room,
+            site.shared_rooms,
             site.engine,
-            slot_bytes=slot_bytes,
+            place_bytes=place_bytes,
             call=lambda act: site.call(self, act),
         )
 
@@ -162,24 +164,29 @@ class Outgoing(Leg):
         assert self.channel is not None
         memory, room = self.site.memory, self._room
         views = memory.outgoing(push.page_ids)
-        pages = [*map(self._converted, views)]
-        digest = page_digest if room is None else room.digest
-        body = encode(Pages(push.first, tuple(map(digest, pages)), push.slots))
+        with ExitStack() as lent:
+            lent.callback(memory.free, views)
+            pages = [*map(self._converted, views)]
+            body = self._pages_message(push, pages)
+            if room is None:
+                lent.pop_all()
+                self.channel.say(body, pages, lambda: memory.free(views))
+            else:
+                unsaid = _Unsaid(body)
+                self._unsaid.append(unsaid)
+                room.put(push.places, pages, lambda is_there: self._put(unsaid, is_there))
+        self.channel.send(self.site.clock())  # it travels while the next run is made ready
+
+    def _pages_message(self, push: Push, pages: list[memoryview]) -> bytes:
+        digest = page_digest if self._room is None else self._room.digest
+        digests = tuple(map(digest, pages))
         # Read, and then looked at: a page that was given to another meanwhile is not sent.
-        if [*map(memory.generation, push.page_ids)] != list(push.generations):
-            memory.free(views)
+        if [*map(self.site.memory.generation, push.page_ids)] != list(push.generations):
             raise Unsound(
                 "transfer_corrupt",
                 f"pages from {push.first} on: found given to others, allowed as they were given",
             )
-        if room is None:
-            self.channel.say(body, pages, lambda: memory.free(views))
-            self.channel.send(self.site.clock())  # it travels while the next run is made ready
-            return
-        unsaid = _Unsaid(body)
-        self._unsaid.append(unsaid)
-        room.put(push.slots, pages, lambda is_there: self._put(unsaid, is_there))
-        memory.free(views)
+        return encode(Pages(push.first, digests, push.places))
 
     def _put(self, unsaid: _Unsaid, is_there: bool) -> None:
         """Pages are in the peer's room, or will never be."""

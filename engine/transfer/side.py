@@ -15,6 +15,7 @@ from engine.transfer.channel import Channel
 from engine.transfer.machine import Effect, Fault, HangUp, Machine, Say, Tell
 from engine.transfer.messages import Message, decode_message, encode
 from engine.transfer.rooms import Way
+from engine.transfer.shared_room import SharedRooms
 from engine.transfer.staging import TransferEngine
 from engine.transfer.states import Event, State
 
@@ -42,7 +43,8 @@ class Site:
     tell: Callable[[TransferNews, list[tuple[int, int]]], None]  # with tags that are to be written
     watch: Callable[[Channel], None]  # wait for what it brings
     part: Callable[[Channel], None]  # close it, once what was said has arrived
-    call: Callable[[Leg, Callable[[], None]], None]  # from any thread: do it on the mover's
+    call: Callable[[Side, Callable[[], None]], None]  # from any thread: do it on the mover's
+    shared_rooms: SharedRooms
     engine: TransferEngine | None  # Mooncake's
 
 
@@ -54,7 +56,7 @@ class Unsound(Exception):
         self.fault = Fault(code, message)
 
 
-class Leg:
+class Side:
     """Everything here runs on the mover's thread."""
 
     def __init__(self, site: Site, machine: Machine, *, secret: bytes, deadline: float) -> None:
