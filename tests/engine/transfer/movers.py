@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 
@@ -39,8 +40,8 @@ class Pages:
         self.bytes = memoryview(bytearray(num_pages * self.page_bytes))
         chance = np.random.default_rng(seed)
         if layout.precision == "bf16":
-            values = chance.standard_normal(len(self.bytes) // 2).astype(np.float32)
-            self.bytes[:] = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+            bits = chance.integers(0, 0x4100, len(self.bytes) // 2, np.uint16)  # 0 to 8
+            self.bytes[:] = bits.tobytes()
         else:
             self.bytes[:] = chance.integers(0, 100, len(self.bytes), np.uint8).tobytes()
         self.tags = [1] * num_pages
@@ -69,7 +70,7 @@ class Pages:
         self.lent -= len(views)
 
 
-class Side:
+class Station:
     """A mover and what it has told."""
 
     def __init__(
@@ -85,16 +86,20 @@ class Side:
         self.pages = Pages(layout, num_pages, seed)
         self.mover = TransferMover(self.pages, layout, listen=listen, ways=ways)
         self.news: list[TransferNews] = []
+        self._by_id: defaultdict[bytes, list[TransferNews]] = defaultdict(list)
 
     def give(self, *orders: object) -> None:
         self.mover.give(orders)  # type: ignore[arg-type]
 
     def poll(self) -> list[TransferNews]:
-        self.news += self.mover.take()
+        for news in self.mover.take():
+            self.news.append(news)
+            self._by_id[news.transfer_id].append(news)
         return self.news
 
     def of(self, transfer_id: bytes) -> list[TransferNews]:
-        return [news for news in self.poll() if news.transfer_id == transfer_id]
+        self.poll()
+        return self._by_id[transfer_id]
 
     def failure(self, transfer_id: bytes) -> TransferFailed | None:
         found = [news for news in self.of(transfer_id) if isinstance(news, TransferFailed)]
@@ -106,7 +111,7 @@ def until(holds: Callable[[], object], within_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.001)
+        time.sleep(0.002)
 
 
 def chain(num_pages: int, seed: int = 0) -> tuple[bytes, ...]:
@@ -119,8 +124,8 @@ class Split:
 
     def __init__(
         self,
-        sender: Side,
-        receiver: Side,
+        sender: Station,
+        receiver: Station,
         *,
         num_tokens: int = 70,
         first: int = 1,
@@ -134,11 +139,11 @@ class Split:
         self.num_pages = -(-num_tokens // LAYOUT.page_size)
         self.keys = chain(self.num_full)
         self.deadline = time.monotonic() + within_s
+        self.address = receiver.mover.address
 
     @property
     def export(self) -> Export:
-        peer = self.receiver.mover.address
-        return Export(self.id, self.secret, peer, self.keys, self.num_tokens, self.deadline)
+        return Export(self.id, self.secret, self.address, self.keys, self.num_tokens, self.deadline)
 
     @property
     def imported(self) -> Import:
@@ -173,7 +178,7 @@ class Split:
         self.send_all()
         self.wait_quiet()
 
-    def wait_quiet(self, *sides: Side, within_s: float = PATIENCE_S) -> None:
+    def wait_quiet(self, *sides: Station, within_s: float = PATIENCE_S) -> None:
         """Each side tells it once, as its last word; then no view is out."""
         quiet = TransferQuiet(self.id)
         for side in sides or (self.sender, self.receiver):
@@ -184,7 +189,7 @@ class Split:
             assert sum(isinstance(news, TransferFailed) for news in told) <= 1
             assert side.pages.lent == 0
 
-    def positions(self, side: Side, kind: type[Acked] | type[Arrived]) -> list[int]:
+    def positions(self, side: Station, kind: type[Acked] | type[Arrived]) -> list[int]:
         return [
             at
             for news in side.of(self.id)

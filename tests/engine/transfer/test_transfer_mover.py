@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from engine.schedule.transfer_orders import (
@@ -26,23 +28,32 @@ from engine.schedule.transfer_orders import (
 from engine.store.quantise import convert
 from engine.transfer import outgoing, rooms
 from engine.transfer.mover import TransferMover
-from tests.engine.transfer.movers import HANDOVER, LAYOUT, Pages, Side, Split, chain, until
+from engine.transfer.shared_room import OwnSharedRoom, SharedRooms
+from tests.engine.transfer.movers import HANDOVER, LAYOUT, Pages, Split, Station, chain, until
 
 WAYS = pytest.mark.parametrize("ways", [rooms.WAYS["tcp"], rooms.WAYS["auto"]], ids=["tcp", "shm"])
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is."""
+    monkeypatch.setattr("engine.transfer.channel.SILENT_S", 60.0)
+    monkeypatch.setattr("engine.transfer.side.DRAIN_S", 60.0)
+    monkeypatch.setattr("engine.transfer.outgoing.RETRY_S", 30.0)
+
+
 @pytest.fixture
-def sides() -> Iterator[list[Side]]:
+def sides() -> Iterator[list[Station]]:
     """Movers that the test makes, closed at its end."""
-    made: list[Side] = []
+    made: list[Station] = []
     yield made
     for side in made:
         side.mover.close(1.0)
         assert not side.mover._mover.is_alive()
 
 
-def pair(sides: list[Side], **how: object) -> tuple[Side, Side]:
-    sides += [Side(seed=1, **how), Side(seed=2, **how)]  # type: ignore[arg-type]
+def pair(sides: list[Station], **how: object) -> tuple[Station, Station]:
+    sides += [Station(seed=1, **how), Station(seed=2, **how)]  # type: ignore[arg-type]
     return sides[-2], sides[-1]
 
 
@@ -51,7 +62,7 @@ def pair(sides: list[Side], **how: object) -> tuple[Side, Side]:
     ("num_tokens", "first"), [(70, 1), (64, 0), (17, 0), (1, 0), (70, 4), (500, 3)]
 )
 def test_pages_and_the_rest_arrive(
-    sides: list[Side], ways: tuple[rooms.Way, ...], num_tokens: int, first: int
+    sides: list[Station], ways: tuple[rooms.Way, ...], num_tokens: int, first: int
 ) -> None:
     sender, receiver = pair(sides, ways=ways, num_pages=40)
     split = Split(sender, receiver, num_tokens=num_tokens, first=first)
@@ -66,42 +77,62 @@ def test_pages_and_the_rest_arrive(
     assert told == len(lacked) * LAYOUT.page_bytes
 
 
-def test_shared_memory_carries_the_pages_where_both_have_it(
-    sides: list[Side], monkeypatch: pytest.MonkeyPatch
+def rooms_of(side: Station) -> SharedRooms:
+    return side.mover._site.shared_rooms
+
+
+def test_shared_memory_carries_the_pages_and_serves_again(sides: list[Station]) -> None:
+    sender, receiver = pair(sides)
+    for _ in range(3):
+        Split(sender, receiver).run()
+        until(lambda: rooms_of(receiver)._idle)
+        (made,) = rooms_of(receiver)._idle
+        assert list(rooms_of(sender)._peers) == [made.told]
+    page = sender.pages.page(4)  # the tail, which was put last
+    assert page in [made.place(at) for at in range(made.told.places)]
+
+
+def test_memory_of_a_sender_that_was_cut_serves_nobody_again(sides: list[Station]) -> None:
+    """It may be stopped in the middle of a page, and go on whenever it likes."""
+    sender, receiver = pair(sides)
+    split = Split(sender, receiver)
+    receiver.give(split.imported)
+    sender.give(split.export)
+    until(lambda: Accepted(split.id, 1) in sender.poll())
+    (channel,) = sender.mover._watched
+    channel.socket.shutdown(socket.SHUT_RDWR)
+    split.wait_quiet()
+    assert rooms_of(receiver)._idle == []
+    Split(sender, receiver).run()
+    until(lambda: rooms_of(receiver)._idle)
+    assert len(rooms_of(sender)._peers) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"name": "kagari-another"}, {"nonce": bytes(32)}, {"pid": 1 << 30}, {"fd": 0}, {"places": 1}],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_room_that_is_not_the_peers_is_done_without(
+    sides: list[Station], monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
 ) -> None:
-    made: list[object] = []
-    for name in ("OwnSegment", "PeerSegment"):
-        kind = getattr(rooms, name)
-        monkeypatch.setattr(
-            rooms, name, lambda *args, kind=kind, **how: made.append(kind(*args, **how)) or made[-1]
-        )
-    split = Split(*pair(sides))
-    split.run()
-    assert [type(room).__name__ for room in made] == ["OwnSegment", "PeerSegment"]
+    """Another machine's or container's processes have the same numbers."""
+    make = SharedRooms.make
 
+    def make_for_another(self: SharedRooms, **how: int) -> OwnSharedRoom:
+        room = make(self, **how)
+        room.told = msgspec.structs.replace(room.told, **change)
+        return room
 
-def test_a_room_out_of_reach_is_done_without(
-    sides: list[Side], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as that of another container: its process is another one here, or none."""
-    told = rooms.OwnSegment.__init__
-
-    def of_another(self: rooms.OwnSegment, **how: int) -> None:
-        told(self, **how)
-        self.told = type(self.told)(*(self.told.pid, self.told.fd, "kagari-x"), *_rest(self.told))
-
-    monkeypatch.setattr(rooms.OwnSegment, "__init__", of_another)
+    monkeypatch.setattr(SharedRooms, "make", make_for_another)
     split = Split(*pair(sides))
     split.run()
     split.arrived_right()
     assert HandedOver(split.id) in split.sender.news
+    assert not rooms_of(split.sender)._peers
 
 
-def _rest(told: object) -> list[object]:
-    return [getattr(told, name) for name in ("nonce", "slots", "slot_bytes")]
-
-
-def test_the_receiver_may_hear_of_it_later(sides: list[Side]) -> None:
+def test_the_receiver_may_hear_of_it_later(sides: list[Station]) -> None:
     split = Split(*pair(sides))
     split.sender.give(split.export)
     time.sleep(0.2)
@@ -111,7 +142,9 @@ def test_the_receiver_may_hear_of_it_later(sides: list[Side]) -> None:
     assert Received(split.id, HANDOVER) in split.receiver.news
 
 
-def test_nobody_there_is_found_out_soon(sides: list[Side], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_there_is_found_out_soon(
+    sides: list[Station], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(outgoing, "RETRY_S", 0.2)
     split = Split(*pair(sides))
     split.sender.give(split.export)
@@ -133,7 +166,7 @@ def test_nobody_there_is_found_out_soon(sides: list[Side], monkeypatch: pytest.M
     assert "allowed ADDRESS:PORT" in failure.message
 
 
-def test_an_offer_waits_for_room(sides: list[Side]) -> None:
+def test_an_offer_waits_for_room(sides: list[Station]) -> None:
     split = Split(*pair(sides))
     split.receiver.give(Expect(split.id, split.secret, split.deadline))
     split.sender.give(split.export)
@@ -149,7 +182,7 @@ def test_an_offer_waits_for_room(sides: list[Side]) -> None:
 
 @WAYS
 def test_a_chain_comes_home_as_far_as_there_is_room(
-    sides: list[Side], ways: tuple[rooms.Way, ...]
+    sides: list[Station], ways: tuple[rooms.Way, ...]
 ) -> None:
     sender, receiver = pair(sides, ways=ways)
     split = Split(sender, receiver, num_tokens=96)  # six pages
@@ -173,7 +206,7 @@ def test_a_chain_comes_home_as_far_as_there_is_room(
     assert HandedOver(split.id) in sender.news
 
 
-def test_nothing_is_lacking(sides: list[Side]) -> None:
+def test_nothing_is_lacking(sides: list[Station]) -> None:
     split = Split(*pair(sides), num_tokens=64, first=4)
     split.run()
     assert split.positions(split.receiver, Arrived) == []
@@ -186,10 +219,10 @@ def test_nothing_is_lacking(sides: list[Side]) -> None:
     [("bf16", "int8"), ("bf16", "fp8"), ("int8", "bf16"), ("fp32", "bf16"), ("bf16", "fp32")],
 )
 def test_another_precision_is_converted_where_that_makes_fewer_bytes(
-    sides: list[Side], ways: tuple[rooms.Way, ...], sent: str, kept: str
+    sides: list[Station], ways: tuple[rooms.Way, ...], sent: str, kept: str
 ) -> None:
     ours, theirs = replace(LAYOUT, precision=sent), replace(LAYOUT, precision=kept)
-    sides += [Side(ours, ways=ways, seed=1), Side(theirs, ways=ways, seed=2)]
+    sides += [Station(ours, ways=ways, seed=1), Station(theirs, ways=ways, seed=2)]
     sender, receiver = sides
     if sent == "int8":  # scales that are numbers
         for at in range(32):
@@ -210,10 +243,10 @@ def test_another_precision_is_converted_where_that_makes_fewer_bytes(
     ids=lambda change: next(iter(change)),
 )
 def test_another_shape_is_refused_and_both_are_named(
-    sides: list[Side], other: dict[str, int]
+    sides: list[Station], other: dict[str, int]
 ) -> None:
     theirs = replace(LAYOUT, **other)  # type: ignore[arg-type]
-    sides += [Side(), Side(theirs)]
+    sides += [Station(), Station(theirs)]
     split = Split(*sides)
     split.receiver.give(split.imported)
     split.sender.give(split.export)
@@ -226,7 +259,7 @@ def test_another_shape_is_refused_and_both_are_named(
         assert theirs.layout_id in failure.message
 
 
-def test_another_chain_is_refused(sides: list[Side]) -> None:
+def test_another_chain_is_refused(sides: list[Station]) -> None:
     split = Split(*pair(sides))
     split.receiver.give(replace(split.imported, keys=chain(4, seed=1)))
     split.sender.give(split.export)
@@ -238,24 +271,24 @@ def test_another_chain_is_refused(sides: list[Side]) -> None:
     assert split.positions(split.receiver, Arrived) == []
 
 
-def test_an_id_is_used_once(sides: list[Side]) -> None:
+def test_an_id_is_used_once(sides: list[Station]) -> None:
     split = Split(*pair(sides))
     split.run()
     for side, order in ((split.sender, split.export), (split.receiver, split.imported)):
-        side.news.clear()
+        side.of(split.id).clear()
         side.give(order)
-        until(lambda side=side: TransferQuiet(split.id) in side.poll())  # type: ignore[misc]
+        until(lambda side=side: TransferQuiet(split.id) in side.of(split.id))  # type: ignore[misc]
         failure = side.failure(split.id)
         assert failure is not None
         assert failure.code == "transfer_refused"
 
 
 def test_an_import_that_crosses_the_end_of_its_expectation_is_answered_by_that_end(
-    sides: list[Side],
+    sides: list[Station],
 ) -> None:
     split = Split(*pair(sides))
     split.receiver.give(Expect(split.id, split.secret, time.monotonic()))
-    time.sleep(0.3)  # it has ended, and nobody has looked
+    until(lambda: split.receiver.mover._news)  # it has ended, and nobody has looked
     split.receiver.give(split.imported)
     split.wait_quiet(split.receiver)
     time.sleep(0.1)
@@ -264,7 +297,7 @@ def test_an_import_that_crosses_the_end_of_its_expectation_is_answered_by_that_e
 
 @pytest.mark.parametrize("who", ["sender", "receiver"])
 @pytest.mark.parametrize("when", ["alone", "offered", "accepted", "sending", "ended"])
-def test_either_side_may_withdraw_at_any_time(sides: list[Side], who: str, when: str) -> None:
+def test_either_side_may_withdraw_at_any_time(sides: list[Station], who: str, when: str) -> None:
     split = Split(*pair(sides))
     sender, receiver = split.sender, split.receiver
     leaves = sender if who == "sender" else receiver
@@ -300,10 +333,10 @@ def test_either_side_may_withdraw_at_any_time(sides: list[Side], who: str, when:
         assert (failure.code, failure.message) == ("aborted", "its client left")
 
 
-def test_a_page_is_not_written_once_its_transfer_was_withdrawn(sides: list[Side]) -> None:
+def test_a_page_is_not_written_once_its_transfer_was_withdrawn(sides: list[Station]) -> None:
     """Trap 17: the rest of what is on the way is read and thrown away."""
-    layout = replace(LAYOUT, num_layers=2048)  # pages of 2 MB
-    sides += [Side(layout, seed=1, ways=()), Side(layout, seed=2, ways=())]
+    layout = replace(LAYOUT, num_layers=1024)  # pages of 1 MB
+    sides += [Station(layout, seed=1, ways=()), Station(layout, seed=2, ways=())]
     sender, receiver = sides
     split = Split(sender, receiver, num_tokens=320)
     receiver.give(split.imported)
@@ -320,7 +353,7 @@ def test_a_page_is_not_written_once_its_transfer_was_withdrawn(sides: list[Side]
     assert len(split.positions(receiver, Arrived)) < 19
 
 
-def test_a_deadline_ends_both_sides(sides: list[Side]) -> None:
+def test_a_deadline_ends_both_sides(sides: list[Station]) -> None:
     split = Split(*pair(sides), within_s=0.3)
     split.receiver.give(split.imported)
     split.sender.give(split.export)
@@ -329,7 +362,7 @@ def test_a_deadline_ends_both_sides(sides: list[Side]) -> None:
     assert codes == {"transfer_timeout"}
 
 
-def test_a_page_that_was_given_to_another_is_not_sent(sides: list[Side]) -> None:
+def test_a_page_that_was_given_to_another_is_not_sent(sides: list[Station]) -> None:
     split = Split(*pair(sides))
     split.sender.pages.tags[3] = 2
     split.receiver.give(split.imported)
@@ -344,7 +377,7 @@ def test_a_page_that_was_given_to_another_is_not_sent(sides: list[Side]) -> None
     split.arrived_right()
 
 
-def test_orders_that_do_not_follow_each_other_are_a_fault(sides: list[Side]) -> None:
+def test_orders_that_do_not_follow_each_other_are_a_fault(sides: list[Station]) -> None:
     split = Split(*pair(sides))
     split.receiver.give(split.imported)
     split.sender.give(split.export)
@@ -356,7 +389,7 @@ def test_orders_that_do_not_follow_each_other_are_a_fault(sides: list[Side]) -> 
     assert "found 2, allowed 1" in failure.message
 
 
-def test_many_transfers_at_once_disturb_none(sides: list[Side]) -> None:
+def test_many_transfers_at_once_disturb_none(sides: list[Station]) -> None:
     sender, receiver = pair(sides, num_pages=200)
     splits = [Split(sender, receiver, into=8 + 4 * at) for at in range(40)]
     receiver.give(*(split.imported for split in splits))
@@ -376,7 +409,7 @@ def test_many_transfers_at_once_disturb_none(sides: list[Side]) -> None:
     assert sender.pages.lent == receiver.pages.lent == 0
 
 
-def test_a_mover_that_closes_tells_its_peer(sides: list[Side]) -> None:
+def test_a_mover_that_closes_tells_its_peer(sides: list[Station]) -> None:
     split = Split(*pair(sides))
     split.receiver.give(split.imported)
     split.sender.give(split.export)
@@ -390,7 +423,7 @@ def test_a_mover_that_closes_tells_its_peer(sides: list[Side]) -> None:
     assert failure.code == "draining"
 
 
-def test_tags_are_written_by_who_takes_the_news(sides: list[Side]) -> None:
+def test_tags_are_written_by_who_takes_the_news(sides: list[Station]) -> None:
     split = Split(*pair(sides))
     split.receiver.give(split.imported)
     split.sender.give(split.export)
@@ -401,25 +434,34 @@ def test_tags_are_written_by_who_takes_the_news(sides: list[Side]) -> None:
     assert split.receiver.pages.tags[8:12] == [9, 9, 9, 9]
 
 
-def test_a_mover_that_does_not_listen_still_sends(sides: list[Side]) -> None:
-    sides += [Side(seed=1, listen=None), Side(seed=2)]
+def test_a_mover_that_does_not_listen_still_sends(sides: list[Station]) -> None:
+    sides += [Station(seed=1, listen=None), Station(seed=2)]
     assert sides[0].mover.address == ""
     split = Split(*sides)
     split.run()
     split.arrived_right()
 
 
-def test_an_address_in_use_is_refused_at_once(sides: list[Side]) -> None:
-    sides.append(Side())
+def test_an_address_in_use_is_refused_at_once(sides: list[Station]) -> None:
+    sides.append(Station())
     port = int(sides[0].mover.address.rpartition(":")[2])
     with pytest.raises(OSError, match="in use"):
         TransferMover(Pages(LAYOUT, 1), LAYOUT, listen=("127.0.0.1", port))
 
 
-def test_orders_of_unknown_transfers_are_no_error(sides: list[Side]) -> None:
-    sides.append(Side())
+def test_orders_of_unknown_transfers_are_no_error(sides: list[Station]) -> None:
+    sides.append(Station())
     unknown = os.urandom(16)
     sides[0].give(Withdraw(unknown), Send(unknown, 0, (1,), (1,)), HandOver(unknown, (), (), None))
     sides[0].give(Import(unknown, b"", (), 1, 0, (), (), 0.0))
     until(lambda: TransferQuiet(unknown) in sides[0].poll())
     assert len(sides[0].news) == 2
+
+
+def test_small_pages_go_in_messages_of_a_bounded_size(sides: list[Station]) -> None:
+    layout = replace(LAYOUT, num_layers=1, num_kv_heads=1, head_dim=1)  # of 64 bytes
+    sides += [Station(layout, num_pages=3000, seed=1, ways=()) for _ in range(2)]
+    split = Split(*sides, num_tokens=16 * 2500, first=0, into=0)
+    split.run()
+    split.arrived_right()
+    assert HandedOver(split.id) in split.sender.news
