@@ -2,7 +2,7 @@
 have proven the secret, and pages read and written where they lie, without a copy.
 
 A frame is 4 bytes of length (little endian, of the message alone), one msgpack message and, once
-sealed, its 32-byte MAC; behind a Pages message without slots follow its pages' bytes. Whoever says
+sealed, its 32-byte MAC; behind a Pages message without places follow its pages' bytes. Whoever says
 nothing for SILENT_S is dead to us, whatever its kernel answers.
 """
 

@@ -42,7 +42,7 @@ class Incoming(Side):
     def take(self, message: Message) -> None:
         self._is_drained |= isinstance(message, HandOver | Withdraw | Drained)
         super().take(message)
-        if isinstance(message, Pages) and not message.slots and not self._landing:
+        if isinstance(message, Pages) and not message.places and not self._landing:
             assert self.channel is not None
             self.channel.skip(len(message.digests) * self.machine.travels.page_bytes)
 
@@ -74,10 +74,10 @@ class Incoming(Side):
         assert self.machine.offer is not None
         return make_room(
             [way for way in self.machine.offer.ways if way in self.site.ways],
-            self.site.segments,
+            self.site.shared_rooms,
             self.site.engine,
             num_pages=accept.stop - accept.first,
-            slot_bytes=self.machine.travels.page_bytes,
+            place_bytes=self.machine.travels.page_bytes,
             is_local=self.channel.is_local,
         )
 
@@ -92,17 +92,17 @@ class Incoming(Side):
             self._landing = self._views
         else:
             self._landing = [memoryview(bytearray(size)) for _ in self._views]
-        if not receive.slots:
+        if not receive.places:
             self.channel.expect(self._landing)
             return
         if (
             room is None
-            or len(receive.slots) != len(self._landing)
-            or max(receive.slots) >= room.told.slots
+            or len(receive.places) != len(self._landing)
+            or max(receive.places) >= room.told.places
         ):
-            raise Unsound("transfer_corrupt", "Pages: found slots that no page can lie in")
-        for slot, page in zip(receive.slots, self._landing, strict=True):
-            copy_bytes(room.slot(slot), page)
+            raise Unsound("transfer_corrupt", "Pages: found places that no page can lie in")
+        for place, page in zip(receive.places, self._landing, strict=True):
+            copy_bytes(room.place(place), page)
         self.filled()
 
     def filled(self) -> None:
@@ -114,7 +114,7 @@ class Incoming(Side):
     def _verify(self) -> None:
         receive, memory = self._receive, self.site.memory
         assert receive is not None
-        digest = page_digest if self._room is None or not receive.slots else self._room.digest
+        digest = page_digest if self._room is None or not receive.places else self._room.digest
         for at, (page, wanted) in enumerate(zip(self._landing, receive.digests, strict=True)):
             if not compare_digest(digest(page), wanted):
                 raise Unsound(
@@ -139,7 +139,7 @@ class Incoming(Side):
         self._let_go()
         self.feed(Event.ARRIVED, arrived)
         if self.channel is not None and self.channel.is_open:
-            self.channel.send(self.site.clock())  # the slots are wanted while others are read
+            self.channel.send(self.site.clock())  # the places are wanted while others are read
 
     def _let_go(self) -> None:
         """Of the pages that are arriving."""

@@ -39,25 +39,25 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Read these pages, put them into these slots of the room, or behind the message where there
+    """Read these pages, put them into these places of the room, or behind the message where there
     are none, and say Pages."""
 
     first: int
     page_ids: tuple[int, ...]
     generations: tuple[int, ...]
-    slots: tuple[int, ...]
+    places: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Take pages out of these slots of the room, or from behind the message, into these pages.
+    """Take pages out of these places of the room, or from behind the message, into these pages.
     Then comes ARRIVED, if each is what its digest says, or FAULTY."""
 
     first: int
     page_ids: tuple[int, ...]
     generations: tuple[int, ...]
     digests: tuple[bytes, ...]
-    slots: tuple[int, ...]
+    places: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

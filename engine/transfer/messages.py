@@ -79,29 +79,29 @@ class PageForm(Struct, frozen=True, array_like=True):
     shard: Shard
 
 
-class Segment(Struct, frozen=True, array_like=True, tag="segment"):
-    """Memory of the receiver, for who runs on the same machine as the same user: slots of
-    slot_bytes, then nonce, which proves to the sender that it opened the right one."""
+class SharedRoom(Struct, frozen=True, array_like=True, tag="shared"):
+    """Memory of the receiver, for who runs on the same machine as the same user: places of
+    place_bytes, then nonce, which proves to the sender that it opened the right one."""
 
     pid: _Number
     fd: _Number
     name: Annotated[str, Meta(max_length=64)]
     nonce: _Nonce
-    slots: Annotated[int, Meta(ge=1, le=MAX_RUN)]
-    slot_bytes: _Number
+    places: Annotated[int, Meta(ge=1, le=MAX_RUN)]
+    place_bytes: _Number
 
 
 class Staging(Struct, frozen=True, array_like=True, tag="staging"):
     """Memory of the receiver that is registered with Mooncake's Transfer Engine at `engine`, a
-    host:port: slots of slot_bytes from address on."""
+    host:port: places of place_bytes from address on."""
 
     engine: Annotated[str, Meta(max_length=256)]
     address: int
-    slots: Annotated[int, Meta(ge=1, le=MAX_RUN)]
-    slot_bytes: _Number
+    places: Annotated[int, Meta(ge=1, le=MAX_RUN)]
+    place_bytes: _Number
 
 
-Room = Segment | Staging
+Room = SharedRoom | Staging
 
 
 class Offer(Struct, frozen=True, array_like=True, tag="offer"):
@@ -125,16 +125,16 @@ class Accept(Struct, frozen=True, array_like=True, tag="accept"):
 
 
 class Pages(Struct, frozen=True, array_like=True, tag="pages"):
-    """Pages first, first + 1, … and their digests; they lie in these slots of the room, or, where
+    """Pages first, first + 1, … and their digests; they lie in these places of the room, or, where
     none are named, their bytes follow this message."""
 
     first: _Number
     digests: Annotated[tuple[_Digest, ...], Meta(min_length=1, max_length=MAX_RUN)]
-    slots: Annotated[tuple[_Number, ...], Meta(max_length=MAX_RUN)] = ()
+    places: Annotated[tuple[_Number, ...], Meta(max_length=MAX_RUN)] = ()
 
 
 class Ack(Struct, frozen=True, array_like=True, tag="ack"):
-    """These pages are right and in place; their slots are free again."""
+    """These pages are right and in place; their places are free again."""
 
     first: _Number
     count: _Number

@@ -41,7 +41,7 @@ from engine.transfer.incoming import Incoming
 from engine.transfer.machine import Fault
 from engine.transfer.outgoing import Outgoing
 from engine.transfer.rooms import WAYS, Way
-from engine.transfer.segment import Segments
+from engine.transfer.shared_room import SharedRooms
 from engine.transfer.side import Side, Site
 from engine.transfer.staging import TransferEngine
 from engine.transfer.states import Event
@@ -84,7 +84,7 @@ class TransferMover:
             watch=self._watch,
             part=self._part,
             call=self._call,
-            segments=Segments(),
+            shared_rooms=SharedRooms(),
             engine=TransferEngine(_host_of(listen)) if "mooncake" in ways else None,
         )
         self._news: deque[tuple[TransferNews, list[tuple[int, int]]]] = deque()
@@ -177,7 +177,7 @@ class TransferMover:
             if left is not None:
                 left.close()
         self._selector.close()
-        self._site.segments.close()
+        self._site.shared_rooms.close()
 
     def _call(self, side: Side, act: Callable[[], None]) -> None:
         self._inbox.append((side, act))

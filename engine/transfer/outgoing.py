@@ -133,21 +133,21 @@ class Outgoing(Side):
     def take(self, message: Message) -> None:
         if isinstance(message, Accept) and self.machine.state is State.OFFERING:
             self._room = self._reach(message)
-            slots = 0 if self._room is None else self._room.slots
-            self.feed(Event.ACCEPT, Granted(message, slots))
+            places = 0 if self._room is None else self._room.places
+            self.feed(Event.ACCEPT, Granted(message, places))
         else:
             super().take(message)
 
     def _reach(self, accept: Accept) -> PeerRoom | None:
         if misfit(form_of(self.site.layout), accept.form):
             return None  # as the machine will find
-        slot_bytes = travels_as(self.site.layout, accept.form.layout).page_bytes
+        place_bytes = travels_as(self.site.layout, accept.form.layout).page_bytes
         site = self.site
         return reach_room(
             accept.room,
-            site.segments,
+            site.shared_rooms,
             site.engine,
-            slot_bytes=slot_bytes,
+            place_bytes=place_bytes,
             call=lambda act: site.call(self, act),
         )
 
@@ -174,7 +174,7 @@ class Outgoing(Side):
             else:
                 unsaid = _Unsaid(body)
                 self._unsaid.append(unsaid)
-                room.put(push.slots, pages, lambda is_there: self._put(unsaid, is_there))
+                room.put(push.places, pages, lambda is_there: self._put(unsaid, is_there))
         self.channel.send(self.site.clock())  # it travels while the next run is made ready
 
     def _pages_message(self, push: Push, pages: list[memoryview]) -> bytes:
@@ -186,7 +186,7 @@ class Outgoing(Side):
                 "transfer_corrupt",
                 f"pages from {push.first} on: found given to others, allowed as they were given",
             )
-        return encode(Pages(push.first, digests, push.slots))
+        return encode(Pages(push.first, digests, push.places))
 
     def _put(self, unsaid: _Unsaid, is_there: bool) -> None:
         """Pages are in the peer's room, or will never be."""

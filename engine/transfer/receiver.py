@@ -90,7 +90,7 @@ class Receiver(Machine):
             order.page_ids[here],
             order.generations[here],
             pages.digests,
-            pages.slots,
+            pages.places,
         )
         return [self._arriving]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, assert_never
 
 from engine.store.page_codec import Bytes
-from engine.transfer.messages import MAX_RUN, Room, Segment, Staging
-from engine.transfer.segment import Segments
+from engine.transfer.messages import MAX_RUN, Room, SharedRoom, Staging
+from engine.transfer.shared_room import SharedRooms
 from engine.transfer.staging import OwnStaging, PeerStaging, TransferEngine
 
 Way = Literal["shm", "mooncake"]
@@ -17,7 +17,7 @@ WAYS: dict[str, tuple[Way, ...]] = {  # --transfer → in this order, and the co
     "mooncake": ("mooncake",),
 }
 ROOM_BYTES = 8 << 20  # but two pages at least: one is read while the next is written
-LEAST_SLOTS = 2
+LEAST_PLACES = 2
 
 
 class OwnRoom(Protocol):
@@ -26,7 +26,7 @@ class OwnRoom(Protocol):
     @property
     def told(self) -> Room: ...
 
-    def slot(self, at: int) -> memoryview: ...
+    def place(self, at: int) -> memoryview: ...
 
     def digest(self, page: Bytes) -> bytes: ...
 
@@ -37,12 +37,12 @@ class OwnRoom(Protocol):
 class PeerRoom(Protocol):
     """The sender's way into the receiver's."""
 
-    slots: int
+    places: int
 
     def digest(self, page: Bytes) -> bytes: ...
 
     def put(
-        self, slots: Sequence[int], pages: Sequence[memoryview], then: Callable[[bool], None]
+        self, places: Sequence[int], pages: Sequence[memoryview], then: Callable[[bool], None]
     ) -> None:
         """Pages are not read after the return. then: on the mover's thread, whether they are
         there."""
@@ -52,54 +52,54 @@ class PeerRoom(Protocol):
 
 def make_room(
     ways: Sequence[str],
-    segments: Segments,
+    shared_rooms: SharedRooms,
     engine: TransferEngine | None,
     *,
     num_pages: int,
-    slot_bytes: int,
+    place_bytes: int,
     is_local: bool,
 ) -> OwnRoom | None:
     """By the first of the ways that both can go; None: pages follow their messages."""
-    slots = slots_of(slot_bytes)
+    places = places_of(place_bytes)
     for way in ways if num_pages else ():
         if way == "shm" and is_local:
             try:
-                return segments.make(slots=slots, slot_bytes=slot_bytes)
+                return shared_rooms.make(places=places, place_bytes=place_bytes)
             except OSError:  # no memory to spare
                 continue
         if way == "mooncake" and engine is not None:
-            buffer = engine.borrow(slots * slot_bytes)
+            buffer = engine.borrow(places * place_bytes)
             if buffer is not None:
-                return OwnStaging(engine, buffer, slots=slots, slot_bytes=slot_bytes)
+                return OwnStaging(engine, buffer, places=places, place_bytes=place_bytes)
     return None
 
 
 def reach_room(
     room: Room | None,
-    segments: Segments,
+    shared_rooms: SharedRooms,
     engine: TransferEngine | None,
     *,
-    slot_bytes: int,
+    place_bytes: int,
     call: Callable[[Callable[[], None]], None],
 ) -> PeerRoom | None:
     """The room that the peer made, if it is within reach."""
     match room:
         case None:
             return None
-        case Segment():
+        case SharedRoom():
             try:
-                return segments.reach(room, slot_bytes)
+                return shared_rooms.reach(room, place_bytes)
             except OSError:  # another machine, user or namespace
                 return None
         case Staging():
-            ours = slots_of(slot_bytes), slot_bytes
-            if engine is None or (room.slots, room.slot_bytes) != ours:
+            ours = places_of(place_bytes), place_bytes
+            if engine is None or (room.places, room.place_bytes) != ours:
                 return None
-            buffer = engine.borrow(room.slots * slot_bytes)
+            buffer = engine.borrow(room.places * place_bytes)
             return None if buffer is None else PeerStaging(engine, buffer, room, call)
         case _:
             assert_never(room)
 
 
-def slots_of(slot_bytes: int) -> int:
-    return min(MAX_RUN, max(LEAST_SLOTS, ROOM_BYTES // slot_bytes))
+def places_of(place_bytes: int) -> int:
+    return min(MAX_RUN, max(LEAST_PLACES, ROOM_BYTES // place_bytes))

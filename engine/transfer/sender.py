@@ -1,6 +1,6 @@
 """The side that has pages: offers them, sends them as they seal, and hands over what else it has.
 
-Credit is pages that were said and are not acknowledged: as many as the room has slots, or as
+Credit is pages that were said and are not acknowledged: as many as the room has places, or as
 INLINE_BYTES make where pages follow their message.
 """
 
@@ -31,10 +31,10 @@ RUNS = 2  # one travels while the next is made ready
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """An Accept, and how many slots of its room are in reach; 0: pages follow their message."""
+    """An Accept, and how many places of its room are in reach; 0: pages follow their message."""
 
     accept: Accept
-    slots: int
+    places: int
 
 
 class Sender(Machine):
@@ -51,8 +51,8 @@ class Sender(Machine):
         self._given = 0  # the position behind the last page that was given
         self._acked = 0
         self._waiting: deque[tuple[int, int, int]] = deque()  # position, page id, generation
-        self._in_flight: deque[tuple[int, int | None]] = deque()  # position, its slot
-        self._slots: deque[int | None] = deque()  # credit: None where there is no room
+        self._in_flight: deque[tuple[int, int | None]] = deque()  # position, its place
+        self._places: deque[int | None] = deque()  # credit: None where there is no room
         self._run = 1
         self._last: HandOver | None = None
         self._is_said = False
@@ -80,11 +80,11 @@ class Sender(Machine):
                 f"{self._num_pages}",
             )
         self.travels = travels_as(self.layout, accept.form.layout)
-        if granted.slots:
-            self._slots.extend(range(granted.slots))
+        if granted.places:
+            self._places.extend(range(granted.places))
         else:
-            self._slots.extend([None] * max(RUNS, INLINE_BYTES // self.travels.page_bytes))
-        self._run = min(MAX_RUN, max(1, len(self._slots) // RUNS))
+            self._places.extend([None] * max(RUNS, INLINE_BYTES // self.travels.page_bytes))
+        self._run = min(MAX_RUN, max(1, len(self._places) // RUNS))
         self._given = self._acked = accept.first
         self._stop = accept.stop
         return [Tell(Accepted(self.transfer_id, accept.first))]
@@ -117,17 +117,19 @@ class Sender(Machine):
     def _advance(self) -> Effects:
         """What there is credit for, in runs; behind the last page the rest."""
         effects: Effects = []
-        while self._waiting and self._slots:
-            size = min(len(self._waiting), len(self._slots), self._run)
+        while self._waiting and self._places:
+            size = min(len(self._waiting), len(self._places), self._run)
             run = [self._waiting.popleft() for _ in range(size)]
-            slots = [self._slots.popleft() for _ in run]
-            self._in_flight.extend((at, slot) for (at, _, _), slot in zip(run, slots, strict=True))
+            places = [self._places.popleft() for _ in run]
+            self._in_flight.extend(
+                (at, place) for (at, _, _), place in zip(run, places, strict=True)
+            )
             effects.append(
                 Push(
                     run[0][0],
                     tuple(page_id for _, page_id, _ in run),
                     tuple(generation for _, _, generation in run),
-                    tuple(slot for slot in slots if slot is not None),
+                    tuple(place for place in places if place is not None),
                 )
             )
         if self._last is not None and not self._waiting and not self._is_said:
@@ -143,7 +145,7 @@ class Sender(Machine):
                 f"from {self._acked}",
             )
         self._acked += ack.count
-        self._slots.extend(self._in_flight.popleft()[1] for _ in range(ack.count))
+        self._places.extend(self._in_flight.popleft()[1] for _ in range(ack.count))
         return [Tell(Acked(self.transfer_id, ack.first, ack.count)), *self._advance()]
 
     def _hand_over(self) -> Effects | Fault:

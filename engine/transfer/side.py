@@ -15,7 +15,7 @@ from engine.transfer.channel import Channel
 from engine.transfer.machine import Effect, Fault, HangUp, Machine, Say, Tell
 from engine.transfer.messages import Message, decode_message, encode
 from engine.transfer.rooms import Way
-from engine.transfer.segment import Segments
+from engine.transfer.shared_room import SharedRooms
 from engine.transfer.staging import TransferEngine
 from engine.transfer.states import Event, State
 
@@ -44,7 +44,7 @@ class Site:
     watch: Callable[[Channel], None]  # wait for what it brings
     part: Callable[[Channel], None]  # close it, once what was said has arrived
     call: Callable[[Side, Callable[[], None]], None]  # from any thread: do it on the mover's
-    segments: Segments
+    shared_rooms: SharedRooms
     engine: TransferEngine | None  # Mooncake's
 
 

@@ -27,7 +27,7 @@ from engine.transfer.messages import Staging
 from engine.transfer.seal import page_digest
 
 FIELD = "--transfer"
-BUFFER_BYTES = 16 << 20
+BUFFER_BYTES = 8 << 20  # and more where two pages are
 MAX_BUFFERS = 16  # each of one transfer
 REST_S = 12.0 * HANG_S
 
@@ -40,8 +40,8 @@ class Buffer:
     address: int
     rests_until: float = 0.0
 
-    def slot(self, at: int, slot_bytes: int) -> memoryview:
-        return memoryview(self.memory)[at * slot_bytes : (at + 1) * slot_bytes]
+    def place(self, at: int, place_bytes: int) -> memoryview:
+        return memoryview(self.memory)[at * place_bytes : (at + 1) * place_bytes]
 
 
 class TransferEngine:
@@ -94,14 +94,14 @@ class OwnStaging:
     """The receiver's."""
 
     def __init__(
-        self, engine: TransferEngine, buffer: Buffer, *, slots: int, slot_bytes: int
+        self, engine: TransferEngine, buffer: Buffer, *, places: int, place_bytes: int
     ) -> None:
         self._engine = engine
         self._buffer = buffer
-        self.told = Staging(engine.name, buffer.address, slots, slot_bytes)
+        self.told = Staging(engine.name, buffer.address, places, place_bytes)
 
-    def slot(self, at: int) -> memoryview:
-        return self._buffer.slot(at, self.told.slot_bytes)
+    def place(self, at: int) -> memoryview:
+        return self._buffer.place(at, self.told.place_bytes)
 
     def digest(self, page: Bytes) -> bytes:
         return page_digest(page)
@@ -111,7 +111,7 @@ class OwnStaging:
 
 
 class PeerStaging:
-    """The sender's: each slot of its own memory goes to the peer's of that number."""
+    """The sender's: each place of its own memory goes to the peer's of that number."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class PeerStaging:
         call: Callable[[Callable[[], None]], None],
     ) -> None:
         """call: have something done on the mover's thread."""
-        self.slots = told.slots
+        self.places = told.places
         self._engine = engine
         self._buffer = buffer
         self._told = told
@@ -133,13 +133,13 @@ class PeerStaging:
         return page_digest(page)
 
     def put(
-        self, slots: Sequence[int], pages: Sequence[memoryview], then: Callable[[bool], None]
+        self, places: Sequence[int], pages: Sequence[memoryview], then: Callable[[bool], None]
     ) -> None:
-        size = self._told.slot_bytes
-        for slot, page in zip(slots, pages, strict=True):
-            copy_bytes(page, self._buffer.slot(slot, size))
-        sources = [self._buffer.address + slot * size for slot in slots]
-        targets = [self._told.address + slot * size for slot in slots]
+        size = self._told.place_bytes
+        for place, page in zip(places, pages, strict=True):
+            copy_bytes(page, self._buffer.place(place, size))
+        sources = [self._buffer.address + place * size for place in places]
+        targets = [self._told.address + place * size for place in places]
 
         def write() -> None:
             is_there = self._engine.write(self._told.engine, sources, targets, size)

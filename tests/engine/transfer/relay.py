@@ -117,7 +117,7 @@ class Relay:
                 judge[0] = self.judges.get(message.transfer_id, pass_all)
             is_sealed = True  # from each side's first message on
             pages = b""
-            if isinstance(message, Pages) and not message.slots:
+            if isinstance(message, Pages) and not message.places:
                 pages = _read(source, len(message.digests) * self._page_bytes)
             name = type(message).__name__
             nth = names[name] = names.get(name, -1) + 1

@@ -18,7 +18,9 @@ WAYS = ("mooncake",)
 
 
 @pytest.fixture
-def sides() -> Iterator[tuple[Station, Station]]:
+def sides(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Station, Station]]:
+    monkeypatch.setattr("engine.transfer.side.DRAIN_S", 60.0)  # however busy the machine is
+    monkeypatch.setattr("engine.transfer.channel.SILENT_S", 60.0)
     with network().inside():
         made = Station(seed=1, ways=WAYS), Station(seed=2, ways=WAYS)
     yield made
@@ -106,9 +108,10 @@ def test_no_page_waits_for_a_write_that_hangs(
     until(lambda: Accepted(split.id, 1) in sender.poll())
     sender.give(split.send(1, 4))
     assert hangs.wait(10.0)
-    receiver.mover.close(0.0)  # it is gone, and has said so to nobody
+    receiver.mover.close(0.0)  # it waits for no answer
     split.wait_quiet(sender)
     assert engine_of(sender)._idle == []
+    until(lambda: engine_of(receiver)._idle)
     (left,) = engine_of(receiver)._idle
     assert left.rests_until > time.monotonic()  # a late write may still come
     may_return.set()
@@ -125,11 +128,7 @@ def test_who_has_no_engine_takes_the_connection(sides: tuple[Station, Station]) 
     plain.mover.close(1.0)
 
 
-def test_a_withdrawal_gives_clean_memory_back(
-    sides: tuple[Station, Station], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("engine.transfer.side.DRAIN_S", 60.0)  # however busy the machine is
-    monkeypatch.setattr("engine.transfer.channel.SILENT_S", 60.0)
+def test_a_withdrawal_gives_clean_memory_back(sides: tuple[Station, Station]) -> None:
     split = Split(*sides)
     split.receiver.give(split.imported)
     split.sender.give(split.export)

@@ -48,11 +48,11 @@ def said(effects: Effects) -> list[messages.Message]:
     return [effect.message for effect in effects if isinstance(effect, Say)]
 
 
-def sender(*, slots: int = 0, accept: Accept | None = None) -> Sender:
+def sender(*, places: int = 0, accept: Accept | None = None) -> Sender:
     """Accepted from page 1 on."""
     machine = Sender(EXPORT, LAYOUT)
     assert said(machine.on(Event.OPENED)) == [OFFER]
-    machine.on(Event.ACCEPT, Granted(accept or Accept(1, 5, FORM), slots))
+    machine.on(Event.ACCEPT, Granted(accept or Accept(1, 5, FORM), places))
     return machine
 
 
@@ -100,8 +100,8 @@ def test_an_accept_that_cannot_be(accept: Accept, code: str) -> None:
     fails(machine, Event.ACCEPT, Granted(accept, 0), code)
 
 
-def test_credit_is_the_slots_of_the_room_and_comes_back_with_acks() -> None:
-    machine = sender(slots=3)
+def test_credit_is_the_places_of_the_room_and_comes_back_with_acks() -> None:
+    machine = sender(places=3)
     pushes = machine.on(Event.SEND, Send(ID, 1, (1, 2, 3), (1, 1, 1)))
     assert pushes == [
         Push(1, (1,), (1,), (0,)),
@@ -142,7 +142,7 @@ def test_an_end_before_all_was_said_or_acknowledged() -> None:
     machine.on(Event.SEND_LAST, HandOver(ID, (4,), (1,), HANDOVER))
     machine.on(Event.ACK, Ack(1, 3))
     fails(machine, Event.DONE, Done())
-    machine = sender(slots=2)
+    machine = sender(places=2)
     machine.on(Event.SEND, Send(ID, 1, (1, 2, 3), (1, 1, 1)))
     machine.on(Event.SEND_LAST, HandOver(ID, (4,), (1,), HANDOVER))
     fails(machine, Event.DONE, Done())

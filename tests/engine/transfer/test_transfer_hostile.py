@@ -212,7 +212,7 @@ def test_pages_that_do_not_fit_are_a_fault_and_are_not_written(
             for said in (offer_of(split), message):
                 body = encode(said)
                 dialler.frame(body, session.from_dialler.mac(body))
-            if isinstance(message, Pages) and not message.slots:
+            if isinstance(message, Pages) and not message.places:
                 dialler.socket.sendall(page * len(message.digests))
             until(lambda split=split: split.receiver.failure(split.id))  # type: ignore[misc]
         split.wait_quiet(split.receiver)

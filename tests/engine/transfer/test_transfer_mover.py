@@ -28,7 +28,7 @@ from engine.schedule.transfer_orders import (
 from engine.store.quantise import convert
 from engine.transfer import outgoing, rooms
 from engine.transfer.mover import TransferMover
-from engine.transfer.segment import OwnSegment, Segments
+from engine.transfer.shared_room import OwnSharedRoom, SharedRooms
 from tests.engine.transfer.movers import HANDOVER, LAYOUT, Pages, Split, Station, chain, until
 
 WAYS = pytest.mark.parametrize("ways", [rooms.WAYS["tcp"], rooms.WAYS["auto"]], ids=["tcp", "shm"])
@@ -77,19 +77,19 @@ def test_pages_and_the_rest_arrive(
     assert told == len(lacked) * LAYOUT.page_bytes
 
 
-def segments_of(side: Station) -> Segments:
-    return side.mover._site.segments
+def rooms_of(side: Station) -> SharedRooms:
+    return side.mover._site.shared_rooms
 
 
 def test_shared_memory_carries_the_pages_and_serves_again(sides: list[Station]) -> None:
     sender, receiver = pair(sides)
     for _ in range(3):
         Split(sender, receiver).run()
-        until(lambda: segments_of(receiver)._idle)
-        (made,) = segments_of(receiver)._idle
-        assert list(segments_of(sender)._peers) == [made.told]
+        until(lambda: rooms_of(receiver)._idle)
+        (made,) = rooms_of(receiver)._idle
+        assert list(rooms_of(sender)._peers) == [made.told]
     page = sender.pages.page(4)  # the tail, which was put last
-    assert page in [made.slot(at) for at in range(made.told.slots)]
+    assert page in [made.place(at) for at in range(made.told.places)]
 
 
 def test_memory_of_a_sender_that_was_cut_serves_nobody_again(sides: list[Station]) -> None:
@@ -102,34 +102,34 @@ def test_memory_of_a_sender_that_was_cut_serves_nobody_again(sides: list[Station
     (channel,) = sender.mover._watched
     channel.socket.shutdown(socket.SHUT_RDWR)
     split.wait_quiet()
-    assert segments_of(receiver)._idle == []
+    assert rooms_of(receiver)._idle == []
     Split(sender, receiver).run()
-    until(lambda: segments_of(receiver)._idle)
-    assert len(segments_of(sender)._peers) == 2
+    until(lambda: rooms_of(receiver)._idle)
+    assert len(rooms_of(sender)._peers) == 2
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"name": "kagari-another"}, {"nonce": bytes(32)}, {"pid": 1 << 30}, {"fd": 0}, {"slots": 1}],
+    [{"name": "kagari-another"}, {"nonce": bytes(32)}, {"pid": 1 << 30}, {"fd": 0}, {"places": 1}],
     ids=lambda change: next(iter(change)),
 )
 def test_a_room_that_is_not_the_peers_is_done_without(
     sides: list[Station], monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
 ) -> None:
     """Another machine's or container's processes have the same numbers."""
-    make = Segments.make
+    make = SharedRooms.make
 
-    def make_for_another(self: Segments, **how: int) -> OwnSegment:
-        segment = make(self, **how)
-        segment.told = msgspec.structs.replace(segment.told, **change)
-        return segment
+    def make_for_another(self: SharedRooms, **how: int) -> OwnSharedRoom:
+        room = make(self, **how)
+        room.told = msgspec.structs.replace(room.told, **change)
+        return room
 
-    monkeypatch.setattr(Segments, "make", make_for_another)
+    monkeypatch.setattr(SharedRooms, "make", make_for_another)
     split = Split(*pair(sides))
     split.run()
     split.arrived_right()
     assert HandedOver(split.id) in split.sender.news
-    assert not segments_of(split.sender)._peers
+    assert not rooms_of(split.sender)._peers
 
 
 def test_the_receiver_may_hear_of_it_later(sides: list[Station]) -> None:

@@ -18,55 +18,55 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from engine.store.page_codec import Bytes, copy_bytes, payload_checksum
-from engine.transfer.messages import NONCE_BYTES, Segment
+from engine.transfer.messages import NONCE_BYTES, SharedRoom
 
 KEPT = 4  # of each side, when no transfer uses them
 
 
-class Segments:
-    """An engine's own segments, and those of peers that it has open. One thread's."""
+class SharedRooms:
+    """An engine's own, and those of peers that it has open. One thread's."""
 
     def __init__(self) -> None:
-        self._idle: list[OwnSegment] = []
-        self._peers: OrderedDict[Segment, PeerSegment] = OrderedDict()
+        self._idle: list[OwnSharedRoom] = []
+        self._peers: OrderedDict[SharedRoom, PeerSharedRoom] = OrderedDict()
 
-    def make(self, *, slots: int, slot_bytes: int) -> OwnSegment:
+    def make(self, *, places: int, place_bytes: int) -> OwnSharedRoom:
         """Raises OSError where the machine has no memory for it."""
-        for segment in self._idle:
-            if (segment.told.slots, segment.told.slot_bytes) == (slots, slot_bytes):
-                self._idle.remove(segment)
-                return segment
-        return OwnSegment(self, slots=slots, slot_bytes=slot_bytes)
+        for room in self._idle:
+            if (room.told.places, room.told.place_bytes) == (places, place_bytes):
+                self._idle.remove(room)
+                return room
+        return OwnSharedRoom(self, places=places, place_bytes=place_bytes)
 
-    def reach(self, told: Segment, slot_bytes: int) -> PeerSegment:
+    def reach(self, told: SharedRoom, place_bytes: int) -> PeerSharedRoom:
         """Raises OSError where it is not to be found, or is another."""
-        segment = self._peers.get(told) or PeerSegment(told, slot_bytes)
-        self._peers[told] = segment
+        room = self._peers.get(told) or PeerSharedRoom(told, place_bytes)
+        self._peers[told] = room
         self._peers.move_to_end(told)
         if len(self._peers) > KEPT:
             self._peers.popitem(last=False)
-        return segment
+        return room
 
-    def take_back(self, segment: OwnSegment) -> None:
-        self._idle.append(segment)
+    def take_back(self, room: OwnSharedRoom) -> None:
+        self._idle.append(room)
         if len(self._idle) > KEPT:
             self._idle.pop(0).drop()
 
     def close(self) -> None:
-        for segment in self._idle:
-            segment.drop()
+        for room in self._idle:
+            room.drop()
         self._idle.clear()
         self._peers.clear()
 
 
-class OwnSegment:
+class OwnSharedRoom:
     """The receiver's."""
 
-    def __init__(self, segments: Segments, *, slots: int, slot_bytes: int) -> None:
-        self._segments = segments
+    def __init__(self, rooms: SharedRooms, *, places: int, place_bytes: int) -> None:
+        self._rooms = rooms
         nonce = os.urandom(NONCE_BYTES)
         name = f"kagari-{os.urandom(8).hex()}"
-        num_bytes = slots * slot_bytes + NONCE_BYTES
+        num_bytes = places * place_bytes + NONCE_BYTES
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(self._fd, 0, num_bytes)  # else a full machine kills a writer
@@ -76,17 +76,17 @@ class OwnSegment:
             os.close(self._fd)
             raise
         self._view[-NONCE_BYTES:] = nonce
-        self.told = Segment(os.getpid(), self._fd, name, nonce, slots, slot_bytes)
+        self.told = SharedRoom(os.getpid(), self._fd, name, nonce, places, place_bytes)
 
-    def slot(self, at: int) -> memoryview:
-        return self._view[at * self.told.slot_bytes : (at + 1) * self.told.slot_bytes]
+    def place(self, at: int) -> memoryview:
+        return self._view[at * self.told.place_bytes : (at + 1) * self.told.place_bytes]
 
     def digest(self, page: Bytes) -> bytes:
         return payload_checksum(page)
 
     def close(self, *, is_drained: bool) -> None:
         if is_drained:
-            self._segments.take_back(self)
+            self._rooms.take_back(self)
         else:  # its sender may be stopped in the middle of a page
             self.drop()
 
@@ -95,36 +95,39 @@ class OwnSegment:
         os.close(self._fd)
 
 
-class PeerSegment:
+class PeerSharedRoom:
     """The sender's view of it. Raises OSError where it is not to be found, or is another."""
 
-    def __init__(self, told: Segment, slot_bytes: int) -> None:
+    def __init__(self, told: SharedRoom, place_bytes: int) -> None:
         path = f"/proc/{told.pid}/fd/{told.fd}"
         if os.readlink(path) != f"/memfd:{told.name} (deleted)":
             raise FileNotFoundError(path)
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            num_bytes = told.slots * told.slot_bytes + NONCE_BYTES
+            num_bytes = told.places * told.place_bytes + NONCE_BYTES
             is_sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-            if not is_sealed or (os.fstat(fd).st_size, told.slot_bytes) != (num_bytes, slot_bytes):
+            if not is_sealed or (os.fstat(fd).st_size, told.place_bytes) != (
+                num_bytes,
+                place_bytes,
+            ):
                 raise FileNotFoundError(path)
             self._view = memoryview(mmap.mmap(fd, num_bytes))
         finally:
             os.close(fd)
         if self._view[-NONCE_BYTES:] != told.nonce:
             raise FileNotFoundError(path)
-        self.slots = told.slots
-        self._slot_bytes = slot_bytes
+        self.places = told.places
+        self._place_bytes = place_bytes
 
     def digest(self, page: Bytes) -> bytes:
         return payload_checksum(page)
 
     def put(
-        self, slots: Sequence[int], pages: Sequence[memoryview], then: Callable[[bool], None]
+        self, places: Sequence[int], pages: Sequence[memoryview], then: Callable[[bool], None]
     ) -> None:
-        for slot, page in zip(slots, pages, strict=True):
-            at = slot * self._slot_bytes
-            copy_bytes(page, self._view[at : at + self._slot_bytes])
+        for place, page in zip(places, pages, strict=True):
+            at = place * self._place_bytes
+            copy_bytes(page, self._view[at : at + self._place_bytes])
         then(True)
 
     def close(self) -> None:
