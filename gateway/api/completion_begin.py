@@ -256,8 +256,12 @@ def _clipped(asked: int, limits: Sequence[int]) -> tuple[str, str]:
 
 
 def too_long(served: ServedModel, field: str, found: str) -> GatewayError:
-    """A prompt beyond the window, in words that harnesses recognise: they compact, not retry."""
-    window = window_of(served.info)
+    """A prompt beyond the model's window."""
+    return beyond_window(window_of(served.info), field, found)
+
+
+def beyond_window(window: int, field: str, found: str) -> GatewayError:
+    """In words that harnesses recognise: they compact, not retry."""
     return GatewayError(
         "context_length_exceeded",
         field=field,

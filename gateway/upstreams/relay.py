@@ -18,7 +18,7 @@ import msgspec
 from gateway.api.answer import settled
 from gateway.api.booking import ledger_full
 from gateway.api.chat_request import ChatMessage, read_messages
-from gateway.api.completion_begin import enter, shed_error
+from gateway.api.completion_begin import beyond_window, enter, shed_error
 from gateway.api.exchange import Exchange
 from gateway.api.models import unknown_model
 from gateway.api.sse import DONE, HEARTBEAT, STREAM_HEADERS, error_event
@@ -220,18 +220,8 @@ def _max_tokens(
     asked, cap = request.max_tokens, services.config.limits.max_completion_tokens
     window = model.context_tokens
     if is_exact and window is not None and request.num_prompts == 1 and tokens >= window:
-        raise GatewayError(
-            "context_length_exceeded",
-            field="messages" if request.route == "chat" else "prompt",
-            found=f"{tokens} tokens",
-            allowed=f"{window - 1} tokens",
-            remedy="shorten or compact it",
-            message=(
-                f"This model's maximum context length is {window} tokens. However, your prompt has "
-                f"{tokens} tokens. Please reduce its length: prompt is too long: "
-                f"{tokens} > {window - 1} maximum."
-            ),
-        )
+        field = "messages" if request.route == "chat" else "prompt"
+        raise beyond_window(window, field, f"{tokens} tokens")
     if cap is None or (asked is not None and asked <= cap):
         return asked
     if asked is not None:
