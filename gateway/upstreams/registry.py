@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+import structlog
 from msgspec import Struct
 
 from gateway.nodes.placement import NoCapacity, NoNode
@@ -36,6 +37,8 @@ from policies.routing import (
     retry_after_s,
     score,
 )
+
+log = structlog.get_logger("kagari.upstreams")
 
 ServerState = Literal["up", "down", "open", "half_open"]
 MAX_NAMES = 65_536
@@ -204,8 +207,8 @@ class Upstreams:
         upstream, first = places[decision.chosen.candidate.node_id]
         decode = self._decode_for(upstream, ask, now) if first.role == "prefill" else None
         if ask.session is not None:
-            page = max(16, upstream.config.page_size)
-            self._homes.settle(ask.session, first.name, now, prompt_pages=ask.prompt_tokens // page)
+            pages = ask.prompt_tokens // upstream.config.page_size
+            self._homes.settle(ask.session, first.name, now, prompt_pages=pages)
         return Way(upstream, first, decode, decision)
 
     def _firsts(self, upstream: Upstream, ask: Ask, now: float) -> list[Server]:
@@ -255,7 +258,7 @@ class Upstreams:
             if home is None or home.node_id != server.name or now - home.used_at > TTL_S:
                 return 0
             pages = home.prompt_pages
-        return min(pages * max(16, upstream.config.page_size), ask.prompt_tokens - 1)
+        return min(pages * upstream.config.page_size, ask.prompt_tokens - 1)
 
     # --- tasks ------------------------------------------------------------------------------------
 
@@ -278,6 +281,8 @@ class Upstreams:
         """Probes and listeners run until the block ends; then all connections are closed."""
         works = [*(server.probing() for server in self.servers), *listeners]
         self._tasks = {asyncio.create_task(work) for work in works}
+        for task in self._tasks:
+            task.add_done_callback(_tell_fault)
         try:
             yield
         finally:
@@ -298,6 +303,12 @@ class Upstreams:
         return [
             _view(upstream, server, now) for upstream in self.all for server in upstream.servers
         ]
+
+
+def _tell_fault(task: asyncio.Task[None]) -> None:
+    """None of them ends by itself."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("upstream_task_failed", error=repr(error))
 
 
 def _works(server: Server, now: float) -> bool:

@@ -194,3 +194,17 @@ def test_the_flags_of_tiers_reach_a_node_that_understands_them(
     assert config.kv_disk_dir == tmp_path / "kv"
     assert config.cluster_store == "mooncake://master:50051"
     assert config.engine_flags == ("--kv-dtype", "fp8")
+
+
+def test_upstreams_alone_need_no_node_and_are_the_gateways() -> None:
+    said = {"upstreams": ("http://a:1", "http://b:1"), "upstream_flags": ("--dialect", "vllm")}
+    alone = plan_serve(options(**said), port=1, link_port=2, admin_port=3)
+    assert alone.nodes == ()
+    named = alone.gateway.arguments
+    assert [named[at + 1] for at, word in enumerate(named) if word == "--upstream"] == [
+        "http://a:1",
+        "http://b:1",
+    ]
+    assert flag(alone.gateway, "--dialect") == "vllm"
+    beside = plan_serve(options(**said, models=("m",)), port=1, link_port=2, admin_port=3)
+    assert [flag(node, "--model") for node in beside.nodes] == ["m"]
