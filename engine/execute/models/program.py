@@ -29,6 +29,8 @@ from engine.execute.weights.facts import Checkpoint
 
 Fallback = Callable[[NativeStep], None]
 
+TILED_ROWS = 48  # from so many on two planes by AMX tiles take no longer than one without
+
 
 class Activations:
     """Rows between two ops: fp32 for a product of torch's, integers for one of the kernels'.
@@ -36,20 +38,26 @@ class Activations:
     Both are reserved, and only what is used takes memory.
     """
 
-    def __init__(self, rows: int, width: int, *, has_low: bool) -> None:
+    def __init__(
+        self, rows: int, width: int, *, has_low: bool, has_counts: bool = False, few: int = 0
+    ) -> None:
+        """See Quants in abi.h; counts come with a low plane."""
         self.floats = zeros(rows, width, dtype=torch.float32)
         self.quants: Quants | None = None
         if width % 32 == 0:
             planes = zeros(2 if has_low else 1, rows, width, dtype=torch.int8)
             scales = zeros(rows, width // 32, dtype=torch.float32)
             sums = zeros(rows, width // 16, dtype=torch.float32)
-            self._planes, self._scales, self._sums = planes, scales, sums
+            counts = zeros(rows, width // 32, 4, dtype=torch.int32) if has_counts else None
+            self._planes, self._scales, self._sums, self._counts = planes, scales, sums, counts
             self.quants = Quants(
                 high=planes[0].data_ptr(),
                 low=planes[1].data_ptr() if has_low else None,
                 scales=scales.data_ptr(),
                 sums=sums.data_ptr(),
                 width=width,
+                few=few,
+                counts=None if counts is None else counts.data_ptr(),
             )
 
     def targets(self, parts: Sequence[Part]) -> dict[str, object]:
@@ -64,21 +72,27 @@ class Activations:
 
     def quantize(self, rows: int) -> None:
         """The integers of the first rows' fp32, as quantize_row of kernels.cpp makes them."""
+        assert self.quants is not None, "of whole blocks"
+        has_low = len(self._planes) == 2 and rows >= self.quants.few
+        counts = self._counts if has_low else None
         blocks = self.floats[:rows].view(rows, -1, 32)
         largest = blocks.abs().amax(-1, keepdim=True)
-        limit = 32512 if len(self._planes) == 2 else 127
+        if counts is not None:
+            largest[:] = largest.amax(1, keepdim=True)
+        limit = 32512 if has_low else 127
         is_sane = largest.isfinite()
         factor = torch.where(is_sane & (largest >= 1e-30), limit / largest, 0)
         self._scales[:rows] = torch.where(is_sane, largest / limit, torch.nan).squeeze(-1)
         values = torch.where(is_sane, blocks * factor, 0).round_().to(torch.int32)
-        values = values.view(rows, -1)
-        high = values if limit == 127 else (values + 128) >> 8
-        self._planes[0, :rows] = high
-        if limit != 127:
-            self._planes[1, :rows] = values - (high << 8)
+        high = (values + 128) >> 8 if has_low else values
+        planes = torch.stack((high, values - (high << 8)))
+        self._planes[: 1 + has_low, :rows] = planes[: 1 + has_low].view(-1, rows, blocks[0].numel())
         sums = values.view(rows, -1, 2, 16).sum(-1)
         sums[..., 0] += sums[..., 1]  # of the whole block, and of its second half
         self._sums[:rows] = (sums * self._scales[:rows, :, None]).view(rows, -1)
+        if counts is not None:
+            by_plane = planes.sum(-1).permute(1, 2, 0)
+            counts[:rows, :, :2], counts[:rows, :, 2:] = -7 * by_plane, by_plane << 16
 
 
 class PagesInUse:
@@ -146,8 +160,13 @@ class Program:
         def floats(count: int, width: int) -> Tensor:
             return self._keep(zeros(count, width, dtype=torch.float32))
 
+        # Tiles multiply both planes as soon as others one, if rows are many.
+        is_tiled = library.isa == "amx"
+        few = TILED_ROWS if is_tiled and is_fast else 0
+
         def activations(width: int) -> Activations:
-            made = Activations(rows, width, has_low=not is_fast)
+            has_low = is_tiled or not is_fast
+            made = Activations(rows, width, has_low=has_low, has_counts=is_tiled, few=few)
             self.kept.append(made)
             return made
 
@@ -158,7 +177,9 @@ class Program:
         self._normed = activations(hidden)
         self._attended = activations(config.num_heads * dim)
         self._gated = activations(config.ffn_size)
-        self._last = Activations(head_rows + HEAD_SIZES[-1], hidden, has_low=True)
+        self._last = Activations(
+            head_rows + HEAD_SIZES[-1], hidden, has_low=True, has_counts=is_tiled
+        )
         self.kept.append(self._last)
         self.logits = floats(head_rows + HEAD_SIZES[-1], config.vocab_size)
         self.best_ids: Array[c_int32] = (c_int32 * head_rows)()

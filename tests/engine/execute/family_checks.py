@@ -67,7 +67,7 @@ def assert_equals_peer(
         expected = peer_logits(peer, prompt, completion)
         torch.testing.assert_close(torch.cat(seen), expected, atol=atol, rtol=0)
         compared += agreed_steps(expected, completion, max(GAPS["fp32"], 2 * atol))
-    assert compared >= tokens * len(prompts) // 2
+    assert compared >= tokens * len(prompts) // 3
 
 
 def run_every_way(

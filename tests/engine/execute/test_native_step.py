@@ -86,6 +86,29 @@ def test_rows_are_rounded_as_the_kernels_do_for_an_op_of_torchs() -> None:
         assert int(values.abs().max()) == limit
 
 
+def test_rows_share_a_scale_and_planes_are_counted_where_tiles_multiply() -> None:
+    """Fewer rows than `few` have one plane, and a scale for each 32."""
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    made = Activations(7, 64, has_low=True, has_counts=True, few=4)
+    made.floats[:5] = x
+    made.quantize(5)
+    quants = made.quants
+    assert quants is not None
+    high, low = (
+        torch.tensor((c_int8 * (2 * 7 * 64)).from_address(quants.high)).view(2, 7, 2, 32).int()
+    )
+    scales = torch.tensor((c_float * 14).from_address(quants.scales)).view(7, 2, 1)[:5]
+    assert_close(scales.view(5, 2), x.abs().amax(1, keepdim=True).expand(5, 2) / 32512)
+    found = ((high * 256 + low)[:5] * scales).view(5, 64)
+    assert ((found - x).abs() <= 0.5001 * scales[:, 0]).all()
+    counts = torch.tensor((c_int32 * (7 * 2 * 4)).from_address(quants.counts)).view(7, 2, 4)[:5]
+    sums = torch.stack((high.sum(-1), low.sum(-1)), -1)[:5]
+    assert torch.equal(counts, torch.cat((-7 * sums, sums << 16), -1).to(torch.int32))
+    made.quantize(3)
+    scales = torch.tensor((c_float * 14).from_address(quants.scales)).view(7, 2)[:3]
+    assert_close(scales, x[:3].view(3, 2, 32).abs().amax(2) / 127)
+
+
 def test_a_page_of_another_generation_is_foreign() -> None:
     arena = Arena(PageLayout("bf16", 1, 1, 16, 16), 8, device=torch.device("cpu"))
     arena.assign([(3, 10**12), (5, 4)])

@@ -13,7 +13,7 @@ constexpr int KEY_TILE = 64, KEY_STRETCH = 256;  // attention: softmax's steps, 
 enum Kind : int32_t { EMBED, NORM, GEMM, ROPE, ATTEND, GATE, BEST };  // of an Op, by its args' type
 
 struct Packed {  // [n][k] weights: per 16 outputs and 32 inputs one run of quants, scales, minima
-  uint8_t* data;
+  uint8_t* data;        // runs [n / 16][k / 32], then units [n], see `units_of`
   int32_t n, k;         // as stored: n rounded up to 16, k a multiple of 32
   int32_t bits, block;  // 4 or 8 bits a quant; 16 or 32 inputs a scale
   int32_t wide;         // scales and minima are fp32, else fp16
@@ -26,6 +26,14 @@ struct Quants {  // rows of activations as integers: value = (high × 256 + low)
   float* scales;   // [rows][width / 32]
   float* sums;     // [rows][width / 32][2] of a block's values, and of the last 16 of them
   int32_t width;   // a multiple of 32
+  int32_t few;     // fewer rows than that have the high plane alone
+  int32_t* counts; // of `amx` [rows][width / 32][4], see count_planes: a row has one scale; or null
+
+  Quants of(int64_t rows) const {
+    Quants quants = *this;
+    if (rows < few) quants.low = nullptr, quants.counts = nullptr;
+    return quants;
+  }
 };
 
 struct Span {  // consecutive rows of one sequence, at positions start, start + 1, …
@@ -148,6 +156,11 @@ static inline void parallel(int64_t count, int64_t grain, const Body& body) {
 // Bytes of a run: 16 outputs × 32 inputs, its scales and minima.
 static inline int64_t run_bytes(const Packed& p) {
   return p.bits * 64 + (32 / p.block) * 16 * (p.wide ? 4 : 2) * (p.has_min ? 2 : 1);
+}
+
+// Of each output's weights: with 4 bits a quant, the largest there can be ÷ 32,504; else 1.
+static inline float* units_of(const Packed& p) {
+  return reinterpret_cast<float*>(p.data + p.n / 16 * (int64_t)(p.k / 32) * run_bytes(p));
 }
 
 static inline float from_half(uint16_t half) {

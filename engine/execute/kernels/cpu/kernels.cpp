@@ -137,17 +137,30 @@ inline void add_pairs() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(A), "i"(B));
 }
 
-struct alignas(64) Tiles {  // while it lives: 0 … 5 are sums and As, of `rows` rows, 6 and 7 Bs
+// As add_pairs, of terms that are four signed bytes, in integers.
+template <int Sum, int A, int B>
+inline void add_quads() {
+  __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(A), "i"(B));
+}
+
+// While it lives, from `have` on: 0 … 5 are sums and As, of `rows` rows; 6 and 7 are Bs.
+struct alignas(64) Tiles {
   uint8_t palette = 1, rest[15] = {};
   uint16_t row_bytes[16] = {64, 64, 64, 64, 0, 0, 64, 64};
   uint8_t rows[16] = {};
 
-  Tiles(int rows, int terms) {
-    for (int i = 0; i < 8; i++) this->rows[i] = i < 6 ? rows : terms;
+  explicit Tiles(int terms) {
+    rows[6] = rows[7] = terms;
     row_bytes[4] = row_bytes[5] = 4 * terms;
+  }
+  void have(int count) {  // clears them, if they had not as many rows
+    if (count == rows[0]) return;
+    memset(rows, count, 6);
     __asm__ volatile("ldtilecfg %0" ::"m"(*this));
   }
-  ~Tiles() { __asm__ volatile("tilerelease"); }  // a thread's switches need not save them
+  ~Tiles() {  // a thread's switches need not save them
+    if (rows[0]) __asm__ volatile("tilerelease");
+  }
 };
 #endif
 
@@ -166,21 +179,39 @@ inline Ints larger(Ints a, Ints b) {  // neither is below 0
 #endif
 }
 
-// Blocks of 32 share a scale: largest / 32512 of 16-bit integers split in two signed bytes, or
-// largest / 127 where there is no low plane. A block with a NaN or infinity gets the scale NaN.
-void quantize_row(const float* x, const Quants& quants, int64_t row) {
-  const Quants to = quants;
+#if KAGARI_ISA >= 4
+constexpr int MIDDLE = 7;  // of 4-bit quants, which are 0 … 15
+
+// A block's planes' sums by -MIDDLE, then in the upper halves of words.
+void count_planes(Ints high, Ints low, int32_t* to) {
+  const int32_t highs = sum(high), lows = sum(low);
+  to[0] = -MIDDLE * highs, to[1] = -MIDDLE * lows;
+  to[2] = highs * 65536, to[3] = lows * 65536;
+}
+#endif
+
+int32_t largest_bits(const float* x, int64_t count) {  // of its sizes; count: a multiple of 32
+  Ints largest = {};
+  for (int64_t at = 0; at < count; at += 16)
+    largest = larger(largest, reinterpret_cast<Ints>(load(x + at)) & 0x7fffffff);
+  return fold(largest, [](Ints a, Ints b) { return larger(a, b); });
+}
+
+// Blocks of 32 share a scale, or the whole row does: largest / 32512 of 16-bit integers split in two
+// signed bytes, or largest / 127 where there is no low plane. It is NaN if one is NaN or infinite.
+void quantize_row(const float* x, const Quants& quants, int64_t row, int64_t rows) {
+  const Quants to = quants.of(rows);
   const float limit = to.low ? 32512 : 127;
+  const bool is_whole = to.counts;  // a row, of `amx`
+  int32_t bits = is_whole ? largest_bits(x, to.width) : 0;
   for (int64_t at = 0, first = row * to.width; at < to.width; at += 32, first += 32) {
     const Floats halves[2] = {load(x + at), load(x + at + 16)};
-    const int32_t bits = fold(larger(reinterpret_cast<Ints>(halves[0]) & 0x7fffffff,
-                                    reinterpret_cast<Ints>(halves[1]) & 0x7fffffff),
-                             [](Ints a, Ints b) { return larger(a, b); });
+    if (!is_whole) bits = largest_bits(x + at, 32);
     float largest;  // by its bits: a NaN is larger than infinity
     memcpy(&largest, &bits, sizeof largest);
     const bool is_sane = bits < 0x7f800000, is_zero = largest < 1e-30f;  // limit / largest: inf
     const float scale = !is_sane ? NAN : is_zero ? 0 : largest / limit;
-    Ints values[2];
+    Ints values[2], highs = {};
     for (int half = 0; half < 2; half++) {
       const Floats scaled = is_sane && !is_zero ? halves[half] * (limit / largest) : splat(0);
       // Adding 1.5 × 2²³ rounds to the nearest integer, ties to even, in the lowest bits.
@@ -191,8 +222,11 @@ void quantize_row(const float* x, const Quants& quants, int64_t row) {
       if (to.low)
         *reinterpret_cast<Sixteen*>(to.low + first + half * 16) =
             __builtin_convertvector(value - (high << 8), Sixteen);
-      values[half] = value;
+      values[half] = value, highs += high;
     }
+#if KAGARI_ISA >= 4
+    if (to.counts) count_planes(highs, values[0] + values[1] - (highs << 8), to.counts + first / 8);
+#endif
     Ints sums = __builtin_shufflevector(values[0], values[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19,
                                         20, 21, 22, 23) +
                 __builtin_shufflevector(values[0], values[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25,
@@ -439,10 +473,206 @@ void multiply_pair(const Gemm& gemm, int64_t pair, int64_t next, int64_t row, in
     memcpy(out + r * gemm.stride, panel.spare[r], columns * sizeof(float));
 }
 
+#if KAGARI_ISA >= 4
+// Tiles multiply so quickly that a block's scales, met as floats, would take most of the time. So
+// here a row of activations has one scale and an output one unit, in which its blocks' scales and
+// minima are rounded to integers. A product is then an integer, exact however it is summed: by
+// tiles, as two bytes by two; or, of a few rows, as quants first and scales then.
+
+constexpr int TILED_ROWS = 7;          // fewer take the quants as they are packed
+constexpr int TILED_GROUP_ROWS = 512;  // share an unpacking
+
+typedef int16_t Shorts __attribute__((vector_size(64), may_alias));
+typedef uint8_t Bytes __attribute__((vector_size(64), may_alias));
+
+inline LaneInts quad_of(const uint8_t* run, int i) {  // four 4-bit quants of each output
+  return (reinterpret_cast<const LaneInts*>(run)[i % 4] >> (i / 4 * 4)) & 0x0f0f0f0f;
+}
+
+inline LaneInts words(LaneInts low, LaneInts high) {  // of each lane
+  return (low & 0xffff) | high << 16;
+}
+
+struct Factors { LaneInts scale, middle; };  // a weight is (quant - MIDDLE) × scale + middle, in units
+inline Factors factors_of(const Packed& weight, const uint8_t* run, Lanes per_unit) {
+  const auto in_units = [&](int i) {
+    return number(run + 256 + i * (weight.wide ? 64 : 32), 0, weight.wide) * per_unit;
+  };
+  const Lanes scale = in_units(0), minimum = weight.has_min ? in_units(1) : Lanes{};
+  const auto rounded = [](Lanes value) { return (LaneInts)_mm512_cvtps_epi32((__m512)value); };
+  return {rounded(scale), rounded(fma(scale, float(MIDDLE), minimum))};
+}
+
+struct alignas(64) Digits {  // of 16 outputs' weights in units: high × 256 + low
+  int8_t high[PANEL_BLOCKS][512], low[PANEL_BLOCKS][512];  // [quads of inputs][16][4]
+};
+
+void find_digits(const Packed& packed, const uint8_t* run, int blocks, Lanes per_unit, Digits& to) {
+  const Packed weight = packed;
+  constexpr uint64_t ODD = 0xaaaaaaaaaaaaaaaa;
+  for (int b = 0; b < blocks; b++, run += run_bytes(weight)) {
+    const Factors of = factors_of(weight, run, per_unit);
+    const Shorts scale = (Shorts)words(of.scale, of.scale);
+    const LaneInts minimum = of.middle - of.scale * MIDDLE + 128;
+    const Shorts first = (Shorts)words(minimum, minimum);  // + 128: so that high bytes are rounded
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+      const LaneInts quad = quad_of(run, i);
+      const Shorts even = (Shorts)(quad & 0xff00ff) * scale + first;
+      const Shorts odd = (Shorts)((quad >> 8) & 0xff00ff) * scale + first;
+      const auto join = [](Shorts even, Shorts odd) {  // the even bytes of one and the other's odd
+        return (Bytes)_mm512_mask_blend_epi8(ODD, (__m512i)even, (__m512i)odd);
+      };
+      reinterpret_cast<Bytes*>(to.low[b])[i] = join(even, odd << 8) ^ 128;
+      reinterpret_cast<Bytes*>(to.high[b])[i] = join(even >> 8, odd);
+    }
+  }
+}
+
+// What both planes' sums of a panel become, or a plane's by both digits, which it does not round.
+inline Lanes combined(Lanes high, Lanes low) { return fma(high, 256.0f, low); }
+
+// So many rows as the tiles have, from `first` on, an index into the planes, by a panel → sums.
+void multiply_digits(const Digits& by, int64_t inputs, int step, const Quants& in, int64_t first,
+                     int rows, Lanes* sums) {
+  LaneInts parts[4][16];
+  clear_tile<0>(), clear_tile<1>(), clear_tile<2>(), clear_tile<3>();
+  for (int64_t i = 0; i < inputs; i += step) {
+    load_tile<4>(in.high + first + i, in.width);
+    load_tile<6>(by.high[0] + 16 * i, 64);
+    add_quads<0, 4, 6>();
+    load_tile<7>(by.low[0] + 16 * i, 64);
+    add_quads<1, 4, 7>();
+    load_tile<5>(in.low + first + i, in.width);
+    add_quads<2, 5, 6>();
+    add_quads<3, 5, 7>();
+  }
+  store_tile<0>(parts[0], 64), store_tile<1>(parts[1], 64);
+  store_tile<2>(parts[2], 64), store_tile<3>(parts[3], 64);
+  for (int r = 0; r < rows; r++) {
+    const auto part = [&](int i) { return __builtin_convertvector(parts[i][r], Lanes); };
+    sums[r] = combined(combined(part(0), part(1)), combined(part(2), part(3)));
+  }
+}
+
+inline Lanes sum_of(LaneInts first, LaneInts second) {  // rounded once
+  const __m512i a = (__m512i)first, b = (__m512i)second;
+  const __m512d low = _mm512_cvtepi32_pd(_mm512_castsi512_si256(a)) +
+                      _mm512_cvtepi32_pd(_mm512_castsi512_si256(b));
+  const __m512d high = _mm512_cvtepi32_pd(_mm512_extracti32x8_epi32(a, 1)) +
+                       _mm512_cvtepi32_pd(_mm512_extracti32x8_epi32(b, 1));
+  return (Lanes)_mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(low)),
+                                   _mm512_cvtpd_ps(high), 1);
+}
+
+// Rows [row, row + Rows) by a panel's runs of 16 outputs → sums. A word has room for the sum of a
+// block's quants by a plane; beside that of the plane, it meets the block's two factors at once.
+template <int Rows>
+__attribute__((noinline))
+void multiply_quants(const Packed& packed, const uint8_t* run, const uint8_t* next, Lanes per_unit,
+                     int64_t first, int64_t blocks, const Quants& in, int64_t row, Lanes* sums) {
+  const Packed weight = packed;
+  const int64_t width = in.width, bytes = run_bytes(weight), at = row * width + first * 32;
+  const int8_t *high = in.high + at, *low = in.low + at;
+  const int32_t* counts = in.counts + at / 8;
+  LaneInts kept[Rows][2] = {};  // of the first half of a panel: 32 bits have room for no more
+  for (int64_t begin = 0; begin < blocks; begin += PANEL_BLOCKS / 2) {
+    const int64_t left = blocks - begin, some = left < PANEL_BLOCKS / 2 ? left : PANEL_BLOCKS / 2;
+    LaneInts highs[Rows] = {}, lows[Rows] = {};
+    for (int64_t b = begin; b < begin + some; b++, run += bytes, next += bytes) {
+      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next + i);
+      LaneInts by_high[Rows], by_low[Rows];
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; r++) {
+        by_high[r] = counts[r * (width / 8) + 4 * b] - LaneInts{};
+        by_low[r] = counts[r * (width / 8) + 4 * b + 1] - LaneInts{};
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; i++) {
+        __asm__ volatile("" ::: "memory");  // see `multiply`
+        const LaneInts quad = quad_of(run, i);
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; r++) {
+          by_high[r] = dot(by_high[r], quad, all_four(high + r * width + b * 32 + i * 4));
+          by_low[r] = dot(by_low[r], quad, all_four(low + r * width + b * 32 + i * 4));
+        }
+      }
+      const Factors of = factors_of(weight, run, per_unit);
+      const __m512i factors = (__m512i)words(of.scale, of.middle);
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; r++) {
+        const int32_t* const count = counts + r * (width / 8) + 4 * b;
+        const __m512i high_words = (__m512i)((by_high[r] & 0xffff) | (count[2] - LaneInts{}));
+        const __m512i low_words = (__m512i)((by_low[r] & 0xffff) | (count[3] - LaneInts{}));
+        highs[r] = (LaneInts)_mm512_dpwssd_epi32((__m512i)highs[r], high_words, factors);
+        lows[r] = (LaneInts)_mm512_dpwssd_epi32((__m512i)lows[r], low_words, factors);
+      }
+    }
+    for (int r = 0; r < Rows; r++) {
+      sums[r] = combined(sum_of(kept[r][0], highs[r]), sum_of(kept[r][1], lows[r]));
+      kept[r][0] = highs[r], kept[r][1] = lows[r];
+    }
+  }
+}
+
+inline bool is_exact(const Packed& weight, const Quants& in) {
+  return in.counts && weight.bits == 4 && weight.block == 32;
+}
+
+// As multiply_pair, of what is_exact.
+void multiply_exactly(const Gemm& gemm, int64_t pair, int64_t next, int64_t row, int count) {
+  const Packed& weight = *gemm.weight;
+  const Quants& in = *gemm.in;
+  const int64_t blocks = weight.k / 32, bytes = run_bytes(weight);
+  const bool is_tiled = count >= TILED_ROWS;
+  const int step = weight.k % 64 ? 32 : 64;
+  Tiles tiles(step / 4);
+  for (int64_t tile = pair * 2; tile < pair * 2 + 2 && tile * 16 < gemm.columns; tile++) {
+    const int64_t column = tile * 16, left = gemm.columns - column, columns = left < 16 ? left : 16;
+    const Lanes unit = lanes(units_of(weight) + column), per_unit = 1 / unit;
+    const Floats bias = gemm.bias ? load(gemm.bias + column, columns) : Floats{};
+    for (int64_t block = 0, some; block < blocks; block += some) {
+      some = blocks - block < PANEL_BLOCKS ? blocks - block : PANEL_BLOCKS;
+      const uint8_t* const runs = weight.data + (tile * blocks + block) * bytes;
+      const auto add = [&](int64_t row, Lanes sum) {
+        float* const out = gemm.out + row * gemm.stride + column;
+        const Lanes before = (Lanes)(block ? load(out, columns) : bias);
+        store(out, (Floats)fma(sum, unit * in.scales[row * blocks], before), columns);
+      };
+      Digits digits;
+      if (is_tiled) find_digits(weight, runs, some, per_unit, digits);
+      for (int r = 0, rows; r < count; r += rows) {
+        const int left = count - r;
+        Lanes sums[16];
+        if (is_tiled) {
+          tiles.have(rows = left < 16 ? left : 16);
+          multiply_digits(digits, some * 32, step, in, (row + r) * in.width + block * 32, rows, sums);
+        } else {
+          rows = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+          const auto by_rows = rows == 4   ? multiply_quants<4>
+                               : rows == 2 ? multiply_quants<2> : multiply_quants<1>;
+          by_rows(weight, runs, runs + 2 * (next - pair) * blocks * bytes, per_unit, block, some,
+                  in, row + r, sums);
+        }
+        for (int i = 0; i < rows; i++) add(row + r + i, sums[i]);
+      }
+    }
+  }
+}
+#endif
+
 void run_gemm(const void* args, const Step* step) {
-  const Gemm& gemm = *static_cast<const Gemm*>(args);
+  Gemm gemm = *static_cast<const Gemm*>(args);
   const int64_t rows = gemm.only_last ? step->num_last : step->rows;
-  const int64_t groups = (rows + GROUP_ROWS - 1) / GROUP_ROWS;
+  const Quants in = gemm.in->of(rows);
+  gemm.in = &in;
+  int64_t group_rows = GROUP_ROWS;
+  auto multiply = multiply_pair;
+#if KAGARI_ISA >= 4
+  if (is_exact(*gemm.weight, in))
+    group_rows = TILED_GROUP_ROWS, multiply = multiply_exactly;
+#endif
+  const int64_t groups = (rows + group_rows - 1) / group_rows;
   const int64_t pairs = (gemm.weight->n / 16 + 1) / 2;
   // Few rows wait for memory, which comes faster in long ways; many take a microsecond or more.
   const int64_t grain = rows > 8 ? 8192 / (gemm.weight->k * (rows + 8)) + 1
@@ -450,9 +680,9 @@ void run_gemm(const void* args, const Step* step) {
   const int64_t of_others = grain * (kagari_threads() - 1);
   parallel(pairs * groups, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
-      const int64_t row = i % groups * GROUP_ROWS, left = rows - row;
+      const int64_t row = i % groups * group_rows, left = rows - row;
       const int64_t next = i + 1 < end ? i + 1 : i + 1 + of_others;
-      multiply_pair(gemm, i / groups, next / groups, row, left < GROUP_ROWS ? left : GROUP_ROWS);
+      multiply(gemm, i / groups, next / groups, row, left < group_rows ? left : group_rows);
     }
   });
 }
@@ -534,7 +764,7 @@ void run_norm(const void* args, const Step* step) {
       each_vector(width, [&](int32_t at, int lanes) {
         store(out + at, load(x + at, lanes) * factor * load(op.gain + at, lanes), lanes);
       });
-      if (op.quants) quantize_row(out, *op.quants, row);
+      if (op.quants) quantize_row(out, *op.quants, row, rows);
     }
   });
 }
@@ -554,7 +784,7 @@ void run_gate(const void* args, const Step* step) {
         const Floats divisor = power_of_two(larger(t, splat(-88.0f)) * -1.44269504f) + 1.0f;
         store(out + at, x / divisor * load(in + width + at, lanes), lanes);
       });
-      if (op.quants) quantize_row(out, *op.quants, row);
+      if (op.quants) quantize_row(out, *op.quants, row, step->rows);
     }
   });
 }
@@ -1298,7 +1528,8 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
                    attend.window};
   const int64_t token = block.span->first_row + block.first_token;
 #if KAGARI_ISA >= 4
-  const Tiles tiles(16, dim % 32 ? 8 : 16);
+  Tiles tiles(dim % 32 ? 8 : 16);
+  if (TILED<Element>) tiles.have(16);
 #endif
   for (int t = 0; t < block.tokens; t++) {
     const float* from = attend.queries + ((token + t) * attend.heads + kv_head * group) * dim;
@@ -1353,7 +1584,7 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
 }
 
 // What follows a block's last work item, on the thread that did it.
-void finish_block(const Attend& attend, float* out, const Block& block) {
+void finish_block(const Attend& attend, float* out, const Block& block, int64_t all_rows) {
   const int dim = attend.arena.dim, width = dim + 16;
   const int rows = block.tokens * (attend.heads / attend.arena.kv_heads);
   if (block.states)
@@ -1367,7 +1598,7 @@ void finish_block(const Attend& attend, float* out, const Block& block) {
     }
   if (attend.quants)
     for (int64_t i = block.span->first_row + block.first_token, n = block.tokens; n > 0; i++, n--)
-      quantize_row(out + i * attend.heads * dim, *attend.quants, i);
+      quantize_row(out + i * attend.heads * dim, *attend.quants, i, all_rows);
 }
 
 void run_attend(const void* args, const Step* step) {
@@ -1438,7 +1669,7 @@ void run_attend(const void* args, const Step* step) {
                               : precision == INT8 ? attend_piece<Int8> : attend_piece<Fp8>;
       by_element(attend, *step, out, block, piece, i % kv_heads, after);
       if (__atomic_sub_fetch(&block.left, 1, __ATOMIC_ACQ_REL) == 0)
-        finish_block(attend, out, block);
+        finish_block(attend, out, block, step->rows);
     }
   });
 }

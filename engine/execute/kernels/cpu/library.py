@@ -32,7 +32,11 @@ class Packed(Structure):
 
 
 class Quants(Structure):
-    _fields_ = [*_all(c_void_p, "high low scales sums"), ("width", c_int32)]
+    _fields_ = [
+        *_all(c_void_p, "high low scales sums"),
+        *_all(c_int32, "width few"),
+        ("counts", c_void_p),
+    ]
 
 
 class Span(Structure):

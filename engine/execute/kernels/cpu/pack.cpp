@@ -92,18 +92,32 @@ void put(const Weights& weights, const Packed& as, uint8_t* run, int lane) {
   }
 }
 
+float most(const Weights& weights, const Packed& as) {  // the largest that quants of 4 bits can mean
+  float largest = 0;
+  for (int i = 0; i < 32 / as.block; i++) {
+    const float minimum = as.has_min ? weights.numbers[32 / as.block + i] : 0;
+    largest = fmaxf(largest, fmaxf(fabsf(minimum), fabsf(15 * weights.numbers[i] + minimum)));
+  }
+  return largest;
+}
+
 // Packs what read(output, block of 32 inputs, Weights&) gives for the outputs [0, n).
 template <class Read>
 void pack(int64_t n, const Packed& as, const Read& read) {
   const int64_t blocks = as.k / 32, bytes = run_bytes(as);
+  float* const units = units_of(as);
   parallel((n + 15) / 16, 4, [&](int64_t begin, int64_t end) {
     memset(as.data + begin * blocks * bytes, 0, (end - begin) * blocks * bytes);
-    for (int64_t output = begin * 16; output < end * 16 && output < n; output++)
-      for (int64_t i = 0; i < blocks; i++) {
+    for (int64_t output = begin * 16; output < end * 16; output++) {
+      float largest = 0;
+      for (int64_t i = 0; i < blocks && output < n; i++) {
         Weights weights;
         read(output, i, weights);
         put(weights, as, as.data + (output / 16 * blocks + i) * bytes, output % 16);
+        largest = fmaxf(largest, most(weights, as));
       }
+      units[output] = as.bits == 4 && largest > 1e-30f ? largest / 32504 : 1;
+    }
   });
 }
 
@@ -116,7 +130,7 @@ const Ggml* find(int32_t type) {
 }  // namespace
 
 EXPORT int64_t kagari_packed_bytes(const Packed* as) {
-  return as->n / 16 * (as->k / 32) * run_bytes(*as);
+  return as->n / 16 * (int64_t)(as->k / 32) * run_bytes(*as) + as->n * sizeof(float);
 }
 
 // Describes n rows of k weights of a GGML type, all but where they lie; -1: no kernel reads them.
