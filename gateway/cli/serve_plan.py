@@ -98,7 +98,7 @@ def plan_serve(options: ServeOptions, *, port: int, link_port: int, admin_port: 
     ]
     for model in models:
         node += ["--model", model]
-    threads = options.threads or threads_each(own_cores(), len(roles) * len(models))
+    threads = options.threads or threads_each(own_cores(), max(1, len(roles)) * len(models))
     node += ["--threads", str(threads)]
     if len(roles) > 1:  # a lone engine's own memory is quicker, and taken as it fills
         node += ["--kv-host-share", str(options.home)]
