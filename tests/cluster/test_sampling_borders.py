@@ -50,4 +50,5 @@ def test_the_engine_takes_every_edge_that_the_gateway_allows(fields: dict[str, A
         sampling=request.sampling.to_wire(text, max_tokens=50, seed=request.sampling.seed or 0),
         deadline_s=1.0,
     )
-    assert list(check_submit(submit, VOCAB_SIZE, draining=False)) == [1, 2, 3]
+    prompt, transfer = check_submit(submit, VOCAB_SIZE, draining=False, moves=False)
+    assert (list(prompt), transfer) == ([1, 2, 3], None)
