@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 
 from engine.schedule.events import (
+    PromptAdvanced,
     SequenceEvent,
     SequenceFailed,
     SequenceFinished,
@@ -311,6 +312,10 @@ class SplitMachine(RuleBasedStateMachine):
                     self.cached[event.sequence_id] = cached
                 elif new.role == "decode":
                     assert cached == self.cached[event.sequence_id]
+            case PromptAdvanced(num_computed=num_computed):
+                assert stream.started is not None
+                assert not stream.produced
+                assert 0 < num_computed < len(new.prompt)
             case TokensProduced(tokens=(token,), logprobs=logprobs):
                 assert new.role != "prefill"
                 assert stream.started is not None
