@@ -20,10 +20,10 @@ def figures(board: Metrics) -> dict[str, float]:
 def test_reports_become_figures_by_node_and_tier() -> None:
     board, gateway = Metrics(), fleet()
     node = FakeNode(gateway, "n1").join()
-    disk = wire.TierReport("disk", 100, 9, "broken", 5, 4, 3, 2, 1, 7, 6, 1e9)
+    disk = wire.TierReport("disk", 100, 9, "broken", 5, 4, 3, 2, 1, 7, 6, 1e9, 8)
     node.report(
         tiers=(disk,), pages_total=50, pages_held=3, pages_cached=4,
-        pages_pinned=2, integrity_faults=1,
+        pages_pinned=2, integrity_faults=1, charged_pages=4, quota_breaches=3,
     )  # fmt: skip
     for _ in range(2):  # a second scrape counts nothing twice
         tell_tiers(board, gateway.nodes())
@@ -41,6 +41,9 @@ def test_reports_become_figures_by_node_and_tier() -> None:
             "kagari_tier_dropped_pages_total n1 disk": 1,
             "kagari_tier_corrupt_pages_total n1 disk": 7,
             "kagari_tier_timeouts_total n1 disk": 6,
+            "kagari_tier_charged_pages_total n1 device": 4,
+            "kagari_tier_charged_pages_total n1 disk": 8,
+            "kagari_quota_breaches_total n1 None": 3,
             "kagari_pages_pinned n1 None": 2,
             "kagari_integrity_faults_total n1 None": 1,
         }
