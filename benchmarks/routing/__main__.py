@@ -59,7 +59,7 @@ class Fleet:
 FLEETS = (
     Fleet("4 nodes", (1.0,) * 4, float("inf"), 1000.0),
     Fleet("16 nodes", (1.0,) * 16, 900.0, 300.0),
-    Fleet("64 nodes", (1.0,) * 64, 600.0, 80.0),
+    Fleet("64 nodes", (1.0,) * 64, 400.0, 80.0),
     Fleet("16 nodes, rates 1:3", (0.5, 1.5) * 8, 900.0, 300.0),
 )
 
@@ -121,7 +121,8 @@ def rows_of(cell: str, found: dict[str, Summary]) -> list[Beside]:
         ("goodput", "of the requests", True, lambda one: one.goodput),
         ("hits", "of the prompt tokens", True, lambda one: one.hit),
         ("first token p90", "s", False, lambda one: one.ttft_p90_s),
-        ("uneven work", "greatest ÷ mean", False, lambda one: one.uneven_work),
+        ("in-flight seconds", "greatest ÷ mean", False, lambda one: one.uneven_stay),
+        ("prefill seconds", "greatest ÷ mean", False, lambda one: one.uneven_work),
     ):
         figures = {name: value(one) for name, one in peers.items()}
         made.append(
