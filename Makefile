@@ -41,7 +41,7 @@ test: $(STAMP) model
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" $(ARGS)
 
 # Full counts and every headline number: long, on an otherwise idle machine.
 prove: $(STAMP) model clients

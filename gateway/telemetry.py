@@ -250,7 +250,7 @@ class LineLogger:
                 self._write(msgspec.json.encode(lost).decode())
                 self.lost_lines = 0
             self._write(line)
-        except OSError:
+        except (OSError, ValueError):  # ValueError: the stream is closed
             self.lost_lines += 1
 
     def _write(self, line: str) -> None:

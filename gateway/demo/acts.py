@@ -270,9 +270,7 @@ def tiers_act(returns: Sequence[Return], killed: Killed) -> Act:
                 and from_tier > reply.cached_tokens / 2
                 and sum(one.tiers.values()) == reply.cached_tokens,
             ),
-            Claim(
-                f"{one.tier}: {quicker:.1f} x quicker than cold", quicker >= QUICKER, timed=True
-            ),
+            Claim(f"{one.tier}: {quicker:.1f} x quicker than cold", quicker >= QUICKER, timed=True),
         ]
     answers = {one.reply.text for one in returns}
     claims += [

@@ -20,7 +20,7 @@ from gateway.demo.scenario import AREAS, NOUNS, VERBS
 from gateway.demo.stack import Stack, StackFailed
 
 NUM_STREAMS = 4
-STREAM_TOKENS = 256  # they outlast a prompt that they wait for
+STREAM_TOKENS = 96  # and one for each 24 of the prompt: they outlast it where they wait for it
 RUNNING_TOKENS = 8  # of each stream, when the prompt lands
 STREAM_WORDS = 60
 SPARK_CHARS = 28
@@ -106,6 +106,7 @@ def play_landing(stack: Stack, way: Way, *, prompt_tokens: int) -> Landing:
     texts = _texts(prompt_tokens)
     prompt = next(texts)
     all_run, left = threading.Event(), [RUNNING_TOKENS] * NUM_STREAMS
+    tokens = STREAM_TOKENS + prompt_tokens // 24
 
     def stream(index: int, text: str) -> ChatReply:
         def count() -> None:
@@ -113,7 +114,7 @@ def play_landing(stack: Stack, way: Way, *, prompt_tokens: int) -> Landing:
             if max(left) <= 0:
                 all_run.set()
 
-        return _say(stack, text, STREAM_TOKENS, count)
+        return _say(stack, text, tokens, count)
 
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         running = [pool.submit(stream, index, text) for index, text in enumerate(texts)]

@@ -215,7 +215,7 @@ class NodeMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(len(link.usage) for link in self.links))
     @rule()
     def acknowledge(self) -> None:
-        for link in self.links:
+        for link in filter(lambda link: link.is_open, self.links):
             for record in link.usage.all(0.0):
                 request = record.request_id, record.attempt
                 self.tell(link, wire.UsageAck((request,), (record.lane,)))
