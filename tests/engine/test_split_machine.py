@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -39,6 +40,7 @@ from tests.engine.split_bench import Network
 
 ROOTS = (b"a" * 32, b"b" * 32)
 CODES = ("transfer_lost", "transfer_timeout", "transfer_corrupt", "page_integrity", "aborted")
+MOST_STEPS = 60  # of a sequence: 40 of a prompt and 20 behind it, a token each
 ENDS = {*CODES, "transfer_refused", "deadline_exceeded", "logits_not_finite"} - {"aborted"}
 
 
@@ -364,7 +366,9 @@ class SplitMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "sites"):
             return
-        for _ in range(400):
+        # Alone, and begun again for every other: then it is not slow, but goes round in a circle.
+        rounds = 200 + MOST_STEPS * sum(len(site.streams) for site in self.sites)
+        for _ in range(rounds):
             moved = self.network.settle()
             went = [site.go(1) for site in self.sites]
             self.all_is_right()
@@ -396,6 +400,28 @@ SMALL = settings(
 
 def test_split_machine() -> None:
     run_state_machine_as_test(SplitMachine, settings=SMALL)
+
+
+def test_all_that_is_submitted_at_once_comes_to_its_end() -> None:
+    """Far more than fits: the longest run that the machine can choose takes its turns too."""
+    chance = Random(3)
+    machine = SplitMachine()
+    machine.build(pools=(11, 15), step_tokens=12, max_running=4)
+    for _ in range(80):
+        machine.submit(
+            family=chance.randint(0, 1),
+            length=chance.randint(1, 40),
+            root=chance.choice(ROOTS),
+            max_tokens=20,
+            stops=set(),
+            logprobs=None,
+            seed=0,
+            deadline_s=None,
+            path=chance.choice(["split", "split", "split", "prefill", "decode"]),
+            returns=chance.random() < 0.5,
+            decode_first=chance.random() < 0.5,
+        )
+    machine.teardown()
 
 
 @pytest.mark.slow
