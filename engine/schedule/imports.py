@@ -73,7 +73,8 @@ class Imports:
         transfer = sequence.transfer
         assert transfer is not None
         self._imports[transfer.transfer_id] = _Import(sequence)
-        self._give(Expect(transfer.transfer_id, transfer.secret, sequence.deadline))
+        deadline = sequence.deadline
+        self._give(Expect(transfer.transfer_id, transfer.secret, deadline, is_asked=True))
 
     def take_room(self, sequence: Sequence, spare: Callable[[], int], now: float) -> bool:
         """Let a sequence have pages for its prompt, those found in the cache first; False: they do

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from hmac import compare_digest
 
 import msgspec
@@ -9,8 +10,9 @@ import msgspec
 from engine.schedule.transfer_orders import Arrived, Expect, Import
 from engine.store.page_codec import copy_bytes
 from engine.store.quantise import convert
+from engine.transfer import channel as channels
 from engine.transfer.channel import Channel
-from engine.transfer.machine import Effect, Receive, Say, Stop, Tell
+from engine.transfer.machine import Effect, Fault, Receive, Say, Stop, Tell
 from engine.transfer.messages import Accept, Drained, HandOver, Message, Offer, Pages, Withdraw
 from engine.transfer.receiver import Receiver
 from engine.transfer.rooms import OwnRoom, make_room
@@ -25,6 +27,9 @@ class Incoming(Side):
     def __init__(self, site: Site, order: Expect | Import) -> None:
         receiver = Receiver(order, site.layout)
         super().__init__(site, receiver, secret=order.secret, deadline=order.deadline)
+        # An Import that nobody announced is of a peer that is on its way too.
+        is_asked = order.is_asked if isinstance(order, Expect) else True
+        self._meet_by = site.clock() + channels.CONNECT_S if is_asked else math.inf
         self._room: OwnRoom | None = None
         self._is_drained = False  # the peer has said its last word: it writes nothing more
         self._receive: Receive | None = None
@@ -38,6 +43,13 @@ class Incoming(Side):
         self.channel = channel
         channel.owner = self
         self.feed(Event.OFFER, offer)
+
+    def tick(self, now: float) -> None:
+        if self.channel is None and self._meet_by <= now < self.deadline:
+            found = f"peer: found not connected after {channels.CONNECT_S:g} s, allowed sooner"
+            self.feed(Event.UNMET, Fault("transfer_timeout", found))
+        else:
+            super().tick(now)
 
     def take(self, message: Message) -> None:
         self._is_drained |= isinstance(message, HandOver | Withdraw | Drained)

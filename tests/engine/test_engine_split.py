@@ -203,6 +203,30 @@ def test_an_engine_that_ends_fails_the_leg_of_the_other(ends: int) -> None:
     staying.close()
 
 
+def test_decode_finds_out_by_itself_that_prefill_never_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It died before its mover had heard of the transfer."""
+    monkeypatch.setattr("engine.transfer.channel.CONNECT_S", 0.1)
+    pair = EnginePair(site(), site())
+    _, answer = pair.split(LONG, GREEDY)
+    pair.decode.step()
+    assert pair.decode.scheduler.pool.num_held == 45
+    until = time.monotonic() + 10.0
+    while answer.end is None or not pair.decode.scheduler.transfers.is_idle:
+        assert time.monotonic() < until
+        pair.decode.step()
+    assert isinstance(answer.end, wire.Failed)
+    assert answer.end.code == "transfer_timeout"
+    assert pair.decode.scheduler.pool.num_held == 0
+    retried = pair.send(pair.decode, LONG, GREEDY)
+    while retried.end is None:
+        assert time.monotonic() < until
+        pair.decode.step()
+    assert retried.tokens == alone(LONG, 6)
+    pair.close()
+
+
 def test_a_broken_runner_fails_both_legs() -> None:
     pair, (_, second) = half_way()
     pair.prefill.engine.fail("engine_error", "engine: found broken")

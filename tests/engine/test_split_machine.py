@@ -277,6 +277,14 @@ class SplitMachine(RuleBasedStateMachine):
             case _:
                 self.network.hear(key, twice=what == "hear twice")
 
+    @precondition(lambda self: self.network.unmet())
+    @rule(data=st.data())
+    def nobody_comes(self, data: st.DataObject) -> None:
+        """Decode's mover finds out by itself; prefill's hears of it when it dials."""
+        halves = self.network.unmet()
+        half = halves[data.draw(st.integers(0, len(halves) - 1))]
+        half.fail("transfer_timeout", "peer: found not connected")
+
     @rule()
     def all_transfers(self) -> None:
         self.network.settle()

@@ -166,6 +166,48 @@ def test_nobody_there_is_found_out_soon(
     assert "allowed ADDRESS:PORT" in failure.message
 
 
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_a_peer_that_was_asked_and_never_comes_is_given_up(
+    sides: list[Station], monkeypatch: pytest.MonkeyPatch, is_prepared: bool
+) -> None:
+    """It may have died before its mover heard of anything, and nobody else tells."""
+    monkeypatch.setattr("engine.transfer.channel.CONNECT_S", 0.1)
+    split = Split(*pair(sides))
+    receiver = split.receiver
+    receiver.give(Expect(split.id, split.secret, split.deadline, is_asked=True))
+    if is_prepared:
+        receiver.give(split.imported)
+    split.wait_quiet(receiver)
+    failure = receiver.failure(split.id)
+    assert failure is not None
+    assert (failure.code, "not connected" in failure.message) == ("transfer_timeout", True)
+    monkeypatch.setattr(outgoing, "RETRY_S", 0.2)
+    split.sender.give(split.export)  # it comes too late
+    split.wait_quiet(split.sender)
+    failure = split.sender.failure(split.id)
+    assert failure is not None
+    assert failure.code == "transfer_refused"
+
+
+def test_who_has_connected_or_comes_when_it_will_is_not_given_up(
+    sides: list[Station], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.transfer.channel.CONNECT_S", 0.1)
+    sender, receiver = pair(sides)
+    met, home = Split(sender, receiver), Split(sender, receiver, into=16)
+    receiver.give(Expect(home.id, home.secret, home.deadline))
+    receiver.give(Expect(met.id, met.secret, met.deadline, is_asked=True))
+    sender.give(met.export)
+    until(lambda: Offered(met.id, met.keys) in receiver.poll())
+    time.sleep(0.7)  # a mover that only expects looks every half second
+    for split in (met, home):
+        split.run() if split is home else receiver.give(split.imported)
+    met.send_all()
+    met.wait_quiet()
+    for split in (met, home):
+        assert HandedOver(split.id) in sender.of(split.id)
+
+
 def test_an_offer_waits_for_room(sides: list[Station]) -> None:
     split = Split(*pair(sides))
     split.receiver.give(Expect(split.id, split.secret, split.deadline))
