@@ -27,7 +27,9 @@ from engine.schedule.transfer_orders import (
 )
 from engine.store.quantise import convert
 from engine.transfer import outgoing, rooms
+from engine.transfer.incoming import Incoming
 from engine.transfer.mover import TransferMover
+from engine.transfer.seal import Session
 from engine.transfer.shared_room import OwnSharedRoom, SharedRooms
 from tests.engine.transfer.movers import HANDOVER, LAYOUT, Pages, Split, Station, chain, until
 
@@ -75,6 +77,41 @@ def test_pages_and_the_rest_arrive(
     assert sender.news[-2:] == [HandedOver(split.id), TransferQuiet(split.id)]
     told = sum(news.num_bytes for news in receiver.news if isinstance(news, Arrived))
     assert told == len(lacked) * LAYOUT.page_bytes
+
+
+@pytest.mark.parametrize("older", ["neither", "sender", "receiver"])
+def test_pages_are_proven_by_the_best_digest_that_both_know(
+    sides: list[Station], monkeypatch: pytest.MonkeyPatch, older: str
+) -> None:
+    if older != "neither":
+        place = {"sender": "sender", "receiver": "incoming"}[older]
+        monkeypatch.setattr(f"engine.transfer.{place}.DIGESTS", ())
+    keyed: list[int] = []
+    digest = Session._keyed_digest
+
+    def counted(self: Session, page: memoryview) -> bytes:
+        keyed.append(len(page))
+        return digest(self, page)
+
+    monkeypatch.setattr(Session, "_keyed_digest", counted)
+    split = Split(*pair(sides, ways=()))
+    split.run()
+    split.arrived_right()
+    assert HandedOver(split.id) in split.sender.news
+    assert len(keyed) == (2 * 4 if older == "neither" else 0)
+
+
+def test_a_digest_that_was_not_offered_is_a_fault(
+    sides: list[Station], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Incoming, "_choose_digest", lambda self: "md5")
+    split = Split(*pair(sides, ways=()))
+    split.receiver.give(split.imported)
+    split.sender.give(split.export)
+    split.wait_quiet()
+    failure = split.sender.failure(split.id)
+    assert failure is not None
+    assert (failure.code, "'md5'" in failure.message) == ("transfer_corrupt", True)
 
 
 def rooms_of(side: Station) -> SharedRooms:
