@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.cli.children import die_with_parent, python_module
+from gateway.cli.children import python_module
 from gateway.config import GatewayConfig, LimitsConfig, RoutingConfig, ServerConfig
 from policies.contract.bundle import encode_bundle
 from policies.pairing import SplitMode
@@ -55,7 +55,8 @@ STOPPED_S = (0.2, 9.0)  # lost after 7
 
 
 class Node:
-    """An agent with one scripted engine, started again whenever it has ended."""
+    """An agent with one scripted engine, started again whenever it has ended. It looks itself
+    whether we live: a signal at our death would come with that of the thread that started it."""
 
     def __init__(self, role: str, name: str, arguments: tuple[str, ...], log: Path) -> None:
         self.name = name
@@ -74,7 +75,6 @@ class Node:
                     stdout=log,
                     stderr=log,
                     process_group=0,
-                    preexec_fn=die_with_parent(),
                 )
 
     def pids(self) -> list[int]:
@@ -139,8 +139,6 @@ def nodes_of(gateway: Any, roles: dict[str, str], folder: Path) -> Iterator[list
     )
     nodes = [Node(role, name, arguments, folder / f"{name}.log") for name, role in roles.items()]
     try:
-        for node in nodes:
-            node.keep_up()
         yield nodes
     finally:
         for node in nodes:
@@ -283,9 +281,12 @@ def left(gateway: Any, names: set[str]) -> dict[str, Any]:
     return found
 
 
-def at_rest(gateway: Any, names: set[str]) -> None:
+def at_rest(gateway: Any, nodes: list[Node]) -> None:
     looks, pause_s = REST_LOOKS
+    names = {node.name for node in nodes}
     for _ in range(looks):
+        for node in nodes:
+            node.keep_up()
         found = gateway.call(lambda: left(gateway, names))
         if not found:
             return
@@ -318,7 +319,7 @@ def test_nothing_is_left_of_requests_that_clients_leave_and_nodes_fail(
         start(tmp_path / "gateway", config, nodes=0) as gateway,
         nodes_of(gateway, roles, folder) as nodes,
     ):
-        at_rest(gateway, set(roles))
+        at_rest(gateway, nodes)
         visitor = Visitor(gateway, random.Random(requests))
         faults = Faults(nodes, pause_s, random.Random(1))
         struck = threading.Thread(target=faults.run)
@@ -330,9 +331,7 @@ def test_nothing_is_left_of_requests_that_clients_leave_and_nodes_fail(
             faults.over.set()
             struck.join()
         seconds = time.monotonic() - began
-        for node in nodes:
-            node.keep_up()
-        at_rest(gateway, set(roles))
+        at_rest(gateway, nodes)
         gateway.wait_settled()
         splits = gateway.call(lambda: dict(gateway.services.fleet.pairs.outcomes))
         print(f"{seconds:.0f} s: {dict(visitor.ends)}, {dict(faults.done)}, {splits}")
