@@ -420,17 +420,21 @@ class SplitMachine(RuleBasedStateMachine):
             for root in self.purged:
                 assert all(page.owner != root for page in site.scheduler.cache.contents())
 
+    def all_goes_well(self) -> bool:
+        """Of what tiers and transfers were asked; whether there was anything."""
+        settled = [site.tier.settle(site.now) for site in self.sites]
+        return any([*settled, self.network.settle()])
+
     def teardown(self) -> None:
         if not hasattr(self, "sites"):
             return
         # Alone, and begun again for every other: then it is not slow, but goes round in a circle.
         rounds = 200 + MOST_STEPS * sum(len(site.streams) for site in self.sites)
         for _ in range(rounds):
-            settled = [site.tier.settle(site.now) for site in self.sites]
-            moved = any([*settled, self.network.settle()])
+            moved = self.all_goes_well()
             went = [site.go(1) for site in self.sites]
             self.all_is_right()
-            if not moved and not any(went) and not self.network.settle():
+            if not moved and not any(went) and not self.all_goes_well():
                 # One leg may have ended alone: its gateway ends the other.
                 alone = [
                     (site, sequence_id)
@@ -443,7 +447,6 @@ class SplitMachine(RuleBasedStateMachine):
                 for site, sequence_id in alone:
                     self.end(site, sequence_id)
         for site in self.sites:
-            site.tier.settle(site.now)
             assert not site.streams, "a sequence starved"
             assert site.scheduler.pool.num_held == 0, "a hold is left"
             assert site.scheduler.transfers.is_idle
