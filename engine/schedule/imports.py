@@ -33,6 +33,8 @@ from engine.schedule.transfer_orders import (
     Withdraw,
 )
 
+GETS_ON_S = 1.0  # without a page, and nobody waits for it: a step or two of most engines
+
 
 @dataclass(slots=True, eq=False)
 class _Import:
@@ -41,9 +43,6 @@ class _Import:
     arrived: int = 0  # leading pages that are in place
     keys: list[bytes] = field(default_factory=list)  # of full pages, once there is room
     moved_at: float = 0.0  # when it last got on
-
-
-GETS_ON_S = 2.0  # without a page, and nobody waits for it
 
 
 class Imports:
