@@ -33,10 +33,9 @@ from engine.schedule.events import (
     TokensProduced,
 )
 from engine.schedule.plan import Runner
-from engine.schedule.rates import ImportRate
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import NewSequence
-from engine.schedule.transfer_orders import Arrived, Mover
+from engine.schedule.transfer_orders import Mover
 from engine.stepper import Stepper
 from engine.store.tiered import TieredStore
 from engine.submit import check_pin, check_submit
@@ -100,7 +99,6 @@ class Engine:
         self._store = store
         self._lost_tiers = lost_tiers
         self._mover = mover
-        self._import_rate = ImportRate()
         self._pins = Pins(scheduler, info, begin=runner.begin, end=runner.end)
         self._purges = Purges(scheduler, info.engine)
 
@@ -250,8 +248,6 @@ class Engine:
                 self._purges.take(news)
         if self._mover is not None:
             for told in self._mover.take():
-                if isinstance(told, Arrived):
-                    self._import_rate.record(told.num_bytes, told.seconds)
                 self._route(self.scheduler.take(told, now))
         self._give_orders()
 
@@ -309,7 +305,7 @@ class Engine:
             integrity_faults=load.integrity_faults,
             charged_pages=load.charged_pages,
             quota_breaches=load.quota_breaches,
-            import_bytes_per_s=self._import_rate.bytes_per_s,
+            import_bytes_per_s=self.scheduler.transfers.import_rate.bytes_per_s,
         )
         self._report = report
         return AGENT_CHANNEL, wire.encode(wire.EngineNews(report, first_event, events))

@@ -4,6 +4,10 @@
 
 A sequence gets pages for its whole prompt or none, so that no two can wait for each other's. All of
 them keep a transfer hold until nobody writes to them any more, whatever becomes of the sequence.
+
+Where a page that it lacks is being brought for another, it waits for that before it takes room, as
+long as that one gets on: so of one prefix most is brought once. Only what has its room is waited
+for, and that waits for nobody here.
 """
 
 from __future__ import annotations
@@ -29,12 +33,16 @@ from engine.schedule.transfer_orders import (
     Withdraw,
 )
 
+GETS_ON_S = 1.0  # without a page, and nobody waits for it: a step or two of most engines
+
 
 @dataclass(slots=True, eq=False)
 class _Import:
     sequence: Sequence | None  # that waits for it; None: it has what it needs, or is over
     held: list[PageId] = field(default_factory=list)  # of the whole prompt; none: no room yet
     arrived: int = 0  # leading pages that are in place
+    keys: list[bytes] = field(default_factory=list)  # of full pages, once there is room
+    moved_at: float = 0.0  # when it last got on
 
 
 class Imports:
@@ -56,6 +64,7 @@ class Imports:
         self._give = give
         self._imports: dict[bytes, _Import] = {}
         self._moving: set[bytes] = set()
+        self._coming: dict[bytes, _Import] = {}  # by key of a page that is brought, or is to be
 
     def __contains__(self, transfer_id: bytes) -> bool:
         return transfer_id in self._imports
@@ -73,7 +82,13 @@ class Imports:
         transfer = sequence.transfer
         assert transfer is not None
         self._imports[transfer.transfer_id] = _Import(sequence)
-        self._give(Expect(transfer.transfer_id, transfer.secret, sequence.deadline))
+        deadline = sequence.deadline
+        self._give(Expect(transfer.transfer_id, transfer.secret, deadline, is_asked=True))
+
+    def is_coming(self, key: bytes, now: float) -> bool:
+        """Whether this page is being brought for a sequence, and not for nothing."""
+        entry = self._coming.get(key)
+        return entry is not None and now - entry.moved_at < GETS_ON_S
 
     def take_room(self, sequence: Sequence, spare: Callable[[], int], now: float) -> bool:
         """Let a sequence have pages for its prompt, those found in the cache first; False: they do
@@ -91,7 +106,10 @@ class Imports:
             return False
         self._pool.hold(pages, HoldKind.TRANSFER)
         entry = self._imports[transfer.transfer_id]
-        entry.held, entry.arrived = list(pages), num_found
+        entry.held, entry.arrived, entry.moved_at = list(pages), num_found, now
+        entry.keys = sequence.page_keys(sequence.num_prompt // self._page_size, self._page_size)
+        # Over those of one that has stood still: others wait for the one that gets on.
+        self._coming.update(dict.fromkeys(entry.keys[num_found:], entry))
         self._moving.add(transfer.transfer_id)
         generations = [self._pool.generations[page] for page in pages]
         num_computed = num_found * self._page_size
@@ -102,7 +120,7 @@ class Imports:
             Import(
                 transfer.transfer_id,
                 transfer.secret,
-                tuple(sequence.page_keys(sequence.num_prompt // self._page_size, self._page_size)),
+                tuple(entry.keys),
                 sequence.num_prompt,
                 num_found,
                 tuple(pages[num_found:]),
@@ -121,7 +139,7 @@ class Imports:
             self._part(transfer_id)
             self._give(Withdraw(transfer_id, code, message))
 
-    def take(self, news: TransferNews) -> Outcome | None:
+    def take(self, news: TransferNews, now: float) -> Outcome | None:
         transfer_id = news.transfer_id
         entry = self._imports[transfer_id]
         sequence = entry.sequence
@@ -135,7 +153,8 @@ class Imports:
             case Arrived(first=first, count=count) if (
                 sequence and entry.held and first == entry.arrived
             ):
-                entry.arrived += count
+                self._come(entry, entry.arrived, entry.arrived + count)
+                entry.arrived, entry.moved_at = entry.arrived + count, now
                 return Grown(sequence, entry.arrived)
             case Received(handover=handover) if sequence:
                 fault = self._fault(entry, sequence, handover)
@@ -152,8 +171,16 @@ class Imports:
 
     def _part(self, transfer_id: bytes) -> None:
         """Its sequence has what it needs, or will not get it."""
-        self._imports[transfer_id].sequence = None
+        entry = self._imports[transfer_id]
+        entry.sequence = None
         self._moving.discard(transfer_id)
+        self._come(entry, entry.arrived, len(entry.keys))
+
+    def _come(self, entry: _Import, first: int, stop: int) -> None:
+        """These of its pages are there, or will not be."""
+        for key in entry.keys[first:stop]:
+            if self._coming.get(key) is entry:
+                del self._coming[key]
 
     def _fault(self, entry: _Import, sequence: Sequence, handover: Handover | None) -> str | None:
         """What a handover cannot be."""
@@ -181,3 +208,11 @@ class Imports:
         """Pages under transfer holds, once for each."""
         for entry in self._imports.values():
             yield from entry.held
+
+    def invariants(self) -> None:
+        """Raise AssertionError unless what is said to come is brought for somebody."""
+        moving = [self._imports[transfer_id] for transfer_id in self._moving]
+        assert all(entry.sequence is not None and entry.held for entry in moving)
+        for key, entry in self._coming.items():
+            assert entry in moving
+            assert key in entry.keys[entry.arrived :]

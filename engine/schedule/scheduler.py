@@ -18,7 +18,9 @@ admitted once it is there, by a prefix hit like any other, and others go on mean
 
 A prompt may be computed by one engine and decoded by another (transfers.py). Where it is computed
 it is a prompt like others up to its first token, which is not its own to tell. Where it is decoded
-it takes its turn for pages like others, computes nothing, and runs once they are written.
+it takes its turn for pages like others, computes nothing, and runs once they are written. Before
+that it waits for what slower tiers or another prompt's transfer bring of it, which need not come
+twice.
 """
 
 from __future__ import annotations
@@ -141,7 +143,7 @@ class Scheduler:
         self._sequences[new.sequence_id] = self._waiting[new.sequence_id] = sequence
         if new.transfer is not None:
             self.transfers.begin(sequence)
-        if self.tiers and new.role != "decode" and self._leader(sequence) is None:
+        if self.tiers and self._leader(sequence) is None and not self._is_brought(sequence, now):
             self._ask(sequence, now)
 
     def abort(self, sequence_id: int, now: float) -> list[SequenceEvent]:
@@ -456,18 +458,18 @@ class Scheduler:
 
     def _is_due(self, draft: _Draft, sequence: Sequence) -> bool:
         """Whether a waiting sequence need not wait for what others compute or bring."""
-        match sequence.role:
-            case "decode":
-                return True
-            case "prefill" if not self.transfers.exports.may_compute(sequence):
-                return False
+        if sequence.role == "prefill" and not self.transfers.exports.may_compute(sequence):
+            return False
         leader = self._leader(sequence)
         if leader is not None:
             return leader.is_computed(sequence.num_prompt - 1)
         return not self._is_coming(draft, sequence)
 
     def _is_coming(self, draft: _Draft, sequence: Sequence) -> bool:
-        """Whether the page that its prefix hit would lack is computed by this step, or fetched."""
+        """Whether the page that its prefix hit would lack is computed by this step, brought for
+        another sequence, or fetched."""
+        if self._is_brought(sequence, draft.now):
+            return True
         if not draft.computing and not self.tiers:
             return False
         keys = sequence.hit_keys(self.config.page_size)
@@ -483,19 +485,34 @@ class Scheduler:
             self._ask(sequence, draft.now)
         return self.tiers.is_arriving(keys, draft.now)
 
+    def _is_brought(self, sequence: Sequence, now: float) -> bool:
+        """Whether another engine is bringing the first page that it lacks, for another sequence."""
+        if sequence.role != "decode" or not self.transfers.imports.num_moving:
+            return False
+        keys = sequence.hit_keys(self.config.page_size)
+        depth = self.cache.depth(keys)
+        return depth < len(keys) and self.transfers.imports.is_coming(keys[depth], now)
+
     def _ask(self, sequence: Sequence, now: float) -> None:
-        """Let slower tiers bring what they have of a waiting sequence's prefix."""
+        """Let slower tiers bring what they have of a waiting sequence's prefix, where that is
+        quicker than computing it, or than having another engine bring it."""
         if not sequence.publishes:
             return
         room = self._spare_pages()
         if room <= 0:
             return
+        if sequence.role == "decode":  # at the pace of the last ones, or 0 before there are any
+            bytes_per_s = self.transfers.import_rate.bytes_per_s
+            pages_per_s = bytes_per_s / max(1, self.config.page_bytes)
+            otherwise = pages_per_s * self.config.page_size
+        else:
+            otherwise = self.rates.prefill_tokens_per_s
         sequence.asks += 1
         sequence.hoped_pages = self.tiers.ask(
             sequence.hit_keys(self.config.page_size),
             whose=sequence.whose,
             room=room,
-            prefill_tokens_per_s=self.rates.prefill_tokens_per_s,
+            prefill_tokens_per_s=otherwise,
             now=now,
         )
 

@@ -125,8 +125,8 @@ class SlowerTiers:
         now: float,
     ) -> int:
         """Order what slower tiers have of this chain beyond the device, where fetching is quicker
-        than computing it, into at most `room` pages; returns how many leading pages there would be
-        if there were room and all that is known to be there arrived."""
+        than computing it at this rate, into at most `room` pages; returns how many leading pages
+        there would be if there were room and all that is known to be there arrived."""
         return self._fetches.ask(
             keys, whose=whose, room=room, prefill_tokens_per_s=prefill_tokens_per_s, now=now
         )

@@ -71,11 +71,13 @@ class HandOver:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """A peer may offer pages under this id until the deadline."""
+    """A peer may offer pages under this id until the deadline. is_asked: it was told to, just now,
+    and is given up if it does not connect soon (transfer/channel.py: CONNECT_S)."""
 
     transfer_id: bytes
     secret: bytes
     deadline: float
+    is_asked: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,10 @@ from engine.schedule.imports import Imports
 from engine.schedule.outcomes import Outcome
 from engine.schedule.pages import HoldKind, PageId, PagePool
 from engine.schedule.prefix_cache import PrefixCache
+from engine.schedule.rates import ImportRate
 from engine.schedule.returns import Returns
 from engine.schedule.sequence import Sequence
-from engine.schedule.transfer_orders import TransferNews, TransferOrder
+from engine.schedule.transfer_orders import Arrived, TransferNews, TransferOrder
 from policies.contract.wire import Transfer
 
 
@@ -38,6 +39,7 @@ class Transfers:
         spare: Callable[[], int],
     ) -> None:
         self._pool = pool
+        self.import_rate = ImportRate()
         self._orders: list[TransferOrder] = []
         give, page_size = self._give, config.page_size
         self.exports = Exports(pool, cache, page_size, give)
@@ -87,10 +89,12 @@ class Transfers:
 
     def take(self, news: TransferNews, now: float) -> Outcome | None:
         transfer_id = news.transfer_id
+        if isinstance(news, Arrived):
+            self.import_rate.record(news.num_bytes, news.seconds)
         if transfer_id in self.exports:
             return self.exports.take(news)
         if transfer_id in self.imports:
-            return self.imports.take(news)
+            return self.imports.take(news, now)
         if transfer_id in self.returns:
             return self.returns.take(news, now)
         return None
@@ -112,3 +116,4 @@ class Transfers:
             counts[page] = counts.get(page, 0) + 1
         for page, count in counts.items():
             assert self._pool.holds(page, HoldKind.TRANSFER) >= count
+        self.imports.invariants()

@@ -3,7 +3,8 @@ have proven the secret, and pages read and written where they lie, without a cop
 
 A frame is 4 bytes of length (little endian, of the message alone), one msgpack message and, once
 sealed, its 32-byte MAC; behind a Pages message without places follow its pages' bytes. Whoever says
-nothing for SILENT_S is dead to us, whatever its kernel answers.
+nothing for SILENT_S is dead to us, whatever its kernel answers; and who was asked to connect and
+has not for CONNECT_S, of whatever it died.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from engine.transfer.seal import Seal
 
 PING_S = 1.0
 SILENT_S = 3.0
+CONNECT_S = 30.0  # longer than a step: between two of them an engine hears what it is asked
 _TURN_BYTES = 4 << 20  # read at once; then it is another connection's turn
 _AT_ONCE = 64  # buffers of one sendmsg
 _HEAD = Struct("<I")

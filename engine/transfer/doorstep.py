@@ -47,6 +47,7 @@ class Stranger:
         self._drop = drop
         self._deadline = now + STRANGER_S
         self._id: bytes | None = None
+        self._session: Session | None = None
         self._is_refused = False
 
     def heard(self, body: bytes) -> None:
@@ -67,16 +68,18 @@ class Stranger:
         self._id = hello.transfer_id
         nonce = os.urandom(NONCE_BYTES)
         session = Session(side.secret, self._id, dialler_nonce=hello.nonce, listener_nonce=nonce)
+        self._session = session
         self.channel.say(encode(Challenge(VERSION, nonce, session.proof)))
         self.channel.seal(session.from_listener, session.from_dialler)
 
     def _admit(self, offer: object) -> None:
         """The seal has proven the secret. An id is for one peer: who comes second is too late."""
         assert self._id is not None
+        assert self._session is not None
         side = self._find(self._id)
         if side is None or not isinstance(offer, Offer):
             raise Broken("transfer_refused", "offer: found one that nobody waits for")
-        side.greet(self.channel, offer)
+        side.greet(self.channel, self._session, offer)
 
     def filled(self) -> None:
         raise AssertionError("no pages were expected")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from hmac import compare_digest
 
 import msgspec
 
 from engine.schedule.transfer_orders import Arrived, Expect, Import
-from engine.store.page_codec import copy_bytes
+from engine.store.page_codec import copy_bytes, payload_checksum
 from engine.store.quantise import convert
+from engine.transfer import channel as channels
 from engine.transfer.channel import Channel
-from engine.transfer.machine import Effect, Receive, Say, Stop, Tell
+from engine.transfer.machine import Effect, Fault, Receive, Say, Stop, Tell
 from engine.transfer.messages import Accept, Drained, HandOver, Message, Offer, Pages, Withdraw
 from engine.transfer.receiver import Receiver
 from engine.transfer.rooms import OwnRoom, make_room
-from engine.transfer.seal import page_digest
+from engine.transfer.seal import DIGESTS, EVERYBODYS, Digest, Session, page_digest
 from engine.transfer.side import Side, Site, Unsound
 from engine.transfer.states import Event
 
@@ -25,6 +27,11 @@ class Incoming(Side):
     def __init__(self, site: Site, order: Expect | Import) -> None:
         receiver = Receiver(order, site.layout)
         super().__init__(site, receiver, secret=order.secret, deadline=order.deadline)
+        # An Import that nobody announced is of a peer that is on its way too.
+        is_asked = order.is_asked if isinstance(order, Expect) else True
+        self._meet_by = site.clock() + channels.CONNECT_S if is_asked else math.inf
+        self._session: Session | None = None
+        self._digest: Digest = page_digest  # of pages, once it is chosen
         self._room: OwnRoom | None = None
         self._is_drained = False  # the peer has said its last word: it writes nothing more
         self._receive: Receive | None = None
@@ -33,11 +40,18 @@ class Incoming(Side):
         self._views: list[memoryview] = []  # the pages
         self._landing: list[memoryview] = []  # where their bytes land: there, or to be converted
 
-    def greet(self, channel: Channel, offer: Offer) -> None:
+    def greet(self, channel: Channel, session: Session, offer: Offer) -> None:
         """A peer has proven that it is the one."""
-        self.channel = channel
+        self.channel, self._session = channel, session
         channel.owner = self
         self.feed(Event.OFFER, offer)
+
+    def tick(self, now: float) -> None:
+        if self.channel is None and self._meet_by <= now < self.deadline:
+            found = f"peer: found not connected after {channels.CONNECT_S:g} s, allowed sooner"
+            self.feed(Event.UNMET, Fault("transfer_timeout", found))
+        else:
+            super().tick(now)
 
     def take(self, message: Message) -> None:
         self._is_drained |= isinstance(message, HandOver | Withdraw | Drained)
@@ -51,7 +65,8 @@ class Incoming(Side):
             case Say(Accept() as accept):
                 self._room = self._make_room(accept)
                 told = None if self._room is None else self._room.told
-                self.say(msgspec.structs.replace(accept, room=told))
+                digest = self._choose_digest()
+                self.say(msgspec.structs.replace(accept, room=told, digest=digest))
             case Tell(Arrived() as arrived):
                 assert self._receive is not None
                 pairs = zip(self._receive.page_ids, self._receive.generations, strict=True)
@@ -68,6 +83,17 @@ class Incoming(Side):
         if self._room is not None:
             self._room.close(is_drained=self._is_drained)
             self._room = None
+
+    def _choose_digest(self) -> str:
+        """The best that both know."""
+        assert self._session is not None
+        assert self.machine.offer is not None
+        offered = self.machine.offer.digests
+        name = next((name for name in DIGESTS if name in offered), EVERYBODYS)
+        digest = self._session.digest(name)
+        assert digest is not None
+        self._digest = digest
+        return name
 
     def _make_room(self, accept: Accept) -> OwnRoom | None:
         assert self.channel is not None
@@ -114,7 +140,8 @@ class Incoming(Side):
     def _verify(self) -> None:
         receive, memory = self._receive, self.site.memory
         assert receive is not None
-        digest = page_digest if self._room is None or not receive.places else self._room.digest
+        is_private = self._room is not None and receive.places and self._room.is_private
+        digest = payload_checksum if is_private else self._digest
         for at, (page, wanted) in enumerate(zip(self._landing, receive.digests, strict=True)):
             if not compare_digest(digest(page), wanted):
                 raise Unsound(

@@ -93,7 +93,7 @@ class Machine:
         }
 
     def on(self, event: Event, value: object = None) -> Effects:
-        """value: the order or message of the event; a Fault for FAULTY, LATE and CUT."""
+        """value: the order or message of the event; a Fault for FAULTY, UNMET, LATE, CUT."""
         rule = self.table[self.state].get(event)
         if rule is None:
             rule = self.table[self.state][Event.ANY]

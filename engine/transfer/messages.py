@@ -41,6 +41,7 @@ _Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 _Mac = Annotated[bytes, Meta(min_length=MAC_BYTES, max_length=MAC_BYTES)]
 _Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 _Digest = Annotated[bytes, Meta(max_length=32)]
+_Name = Annotated[str, Meta(max_length=32)]
 _Number = Annotated[int, Meta(ge=0, lt=1 << 48)]
 
 
@@ -106,22 +107,25 @@ Room = SharedRoom | Staging
 
 class Offer(Struct, frozen=True, array_like=True, tag="offer"):
     """keys: of all full pages, root first. ways: what the sender can do beside the connection
-    itself, the best first."""
+    itself, the best first. digests: by which it can prove pages, beside SHA-256."""
 
     keys: Annotated[tuple[_Key, ...], Meta(max_length=1 << 16)]
     num_tokens: _Number
     form: PageForm
-    ways: tuple[Annotated[str, Meta(max_length=32)], ...] = ()
+    ways: tuple[_Name, ...] = ()
+    digests: tuple[_Name, ...] = ()
 
 
 class Accept(Struct, frozen=True, array_like=True, tag="accept"):
     """The receiver lacks pages first … stop - 1, in form; room: where to put them instead of
-    sending them behind Pages, if the sender can."""
+    sending them behind Pages, if the sender can. digest: by which they are to be proven, except in
+    memory that nobody else can write to."""
 
     first: _Number
     stop: _Number
     form: PageForm
     room: Room | None = None
+    digest: _Name = "sha256"
 
 
 class Pages(Struct, frozen=True, array_like=True, tag="pages"):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.schedule.transfer_orders import Export
+from engine.store.page_codec import payload_checksum
 from engine.store.quantise import convert
 from engine.transfer.channel import Broken, Channel
 from engine.transfer.forms import form_of, misfit, travels_as
@@ -29,7 +30,7 @@ from engine.transfer.messages import (
     encode,
 )
 from engine.transfer.rooms import PeerRoom, reach_room
-from engine.transfer.seal import Session, page_digest
+from engine.transfer.seal import DIGESTS, Digest, Session, page_digest
 from engine.transfer.sender import Granted, Sender
 from engine.transfer.side import Side, Site, Unsound
 from engine.transfer.states import Event, State
@@ -54,6 +55,8 @@ class Outgoing(Side):
         super().__init__(site, sender, secret=order.secret, deadline=order.deadline)
         self._peer = order.peer
         self._nonce = b""
+        self._session: Session | None = None
+        self._digest: Digest = page_digest  # of pages, once the peer has chosen
         self._room: PeerRoom | None = None
         self._unsaid: deque[_Unsaid] = deque()
         self._give_up_at = site.clock() + RETRY_S
@@ -125,6 +128,7 @@ class Outgoing(Side):
         )
         if not session.is_proof(challenge.proof):
             raise Broken("transfer_refused", f"{self._peer}: found without the transfer's secret")
+        self._session = session
         self.channel.seal(session.from_dialler, session.from_listener)
         self.feed(Event.OPENED)
 
@@ -132,6 +136,13 @@ class Outgoing(Side):
 
     def take(self, message: Message) -> None:
         if isinstance(message, Accept) and self.machine.state is State.OFFERING:
+            assert self._session is not None
+            digest = self._session.digest(message.digest)
+            if digest is None:
+                found = f"Accept: found digest {message.digest!r}, allowed one of {DIGESTS}"
+                self.feed(Event.FAULTY, Fault("transfer_corrupt", found))
+                return
+            self._digest = digest
             self._room = self._reach(message)
             places = 0 if self._room is None else self._room.places
             self.feed(Event.ACCEPT, Granted(message, places))
@@ -178,7 +189,8 @@ class Outgoing(Side):
         self.channel.send(self.site.clock())  # it travels while the next run is made ready
 
     def _pages_message(self, push: Push, pages: list[memoryview]) -> bytes:
-        digest = page_digest if self._room is None else self._room.digest
+        is_private = self._room is not None and self._room.is_private
+        digest = payload_checksum if is_private else self._digest
         digests = tuple(map(digest, pages))
         # Read, and then looked at: a page that was given to another meanwhile is not sent.
         if [*map(self.site.memory.generation, push.page_ids)] != list(push.generations):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, assert_never
 
-from engine.store.page_codec import Bytes
 from engine.transfer.messages import MAX_RUN, Room, SharedRoom, Staging
 from engine.transfer.shared_room import SharedRooms
 from engine.transfer.staging import OwnStaging, PeerStaging, TransferEngine
@@ -21,14 +20,14 @@ LEAST_PLACES = 2
 
 
 class OwnRoom(Protocol):
-    """The receiver's."""
+    """The receiver's. is_private: nobody else can write there, and a checksum will do."""
+
+    is_private: bool
 
     @property
     def told(self) -> Room: ...
 
     def place(self, at: int) -> memoryview: ...
-
-    def digest(self, page: Bytes) -> bytes: ...
 
     def close(self, *, is_drained: bool) -> None:
         """is_drained: nobody will write to it any more."""
@@ -38,8 +37,7 @@ class PeerRoom(Protocol):
     """The sender's way into the receiver's."""
 
     places: int
-
-    def digest(self, page: Bytes) -> bytes: ...
+    is_private: bool
 
     def put(
         self, places: Sequence[int], pages: Sequence[memoryview], then: Callable[[bool], None]

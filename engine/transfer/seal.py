@@ -5,21 +5,27 @@ nonce, the listener answers with a proof over both, and from then on every messa
 HMAC-SHA256 of itself and of a counter, under a key for its direction made of secret, id and nonces.
 So what is recorded is worth nothing on another connection, and on its own a message that is left
 out, repeated, moved or changed is found. A page that follows its message is covered by it: there is
-its SHA-256 (no checksum, which who can change both could forge).
-
-SHA-256, because where a CPU has instructions for it it takes less than half of BLAKE2b's time.
+its digest (no checksum, which who can change both could forge). BLAKE3 under a key of the
+connection, because it takes a fourth of SHA-256's time; SHA-256 for peers that know no other.
 """
 
 from __future__ import annotations
 
 import hmac
+from collections.abc import Callable
 from hashlib import sha256
 from struct import Struct
+
+from blake3 import blake3
 
 from engine.store.page_codec import Bytes
 
 _COUNTER = Struct("<Q")
 _LABEL = b"kagari transfer 1 "
+DIGESTS = ("blake3",)  # of pages, beside SHA-256, which every peer has; the best first
+EVERYBODYS = "sha256"
+
+Digest = Callable[[Bytes], bytes]
 
 
 class Seal:
@@ -54,12 +60,22 @@ class Session:
         self.proof = derive(b"proof")  # of the listener's
         self.from_dialler = Seal(derive(b"from dialler"))
         self.from_listener = Seal(derive(b"from listener"))
+        self._page_key = derive(b"pages")
 
     def is_proof(self, proof: bytes) -> bool:
         """Whether it is a listener's that knows the secret."""
         return hmac.compare_digest(self.proof, proof)
 
+    def digest(self, name: str) -> Digest | None:
+        """Of pages that a network carries; other threads run meanwhile. None: of a name that is not
+        known here."""
+        if name == EVERYBODYS:
+            return page_digest
+        return self._keyed_digest if name in DIGESTS else None
+
+    def _keyed_digest(self, page: Bytes) -> bytes:
+        return blake3(page, key=self._page_key).digest()
+
 
 def page_digest(page: Bytes) -> bytes:
-    """Of a page that a network carries; other threads run meanwhile."""
     return sha256(page).digest()

@@ -23,6 +23,7 @@ from engine.transfer.forms import form_of, misfit, travels_as
 from engine.transfer.machine import Effects, Fault, HangUp, Machine, Push, Say, Stop, Tell
 from engine.transfer.messages import MAX_RUN, Accept, Ack, Offer
 from engine.transfer.messages import HandOver as HandOverMessage
+from engine.transfer.seal import DIGESTS
 from engine.transfer.states import SENDER, Act, State
 
 INLINE_BYTES = 8 << 20
@@ -66,8 +67,8 @@ class Sender(Machine):
         }
 
     def _offer(self) -> Effects:
-        offer = Offer(self._export.keys, self._export.num_tokens, form_of(self.layout), self._ways)
-        return [Say(offer)]
+        export, form = self._export, form_of(self.layout)
+        return [Say(Offer(export.keys, export.num_tokens, form, self._ways, DIGESTS))]
 
     def _begin(self, granted: Granted) -> Effects | Fault:
         accept = granted.accept

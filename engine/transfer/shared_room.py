@@ -17,7 +17,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from engine.store.page_codec import Bytes, copy_bytes, payload_checksum
+from engine.store.page_codec import copy_bytes
 from engine.transfer.messages import NONCE_BYTES, SharedRoom
 
 KEPT = 4  # of each side, when no transfer uses them
@@ -62,6 +62,8 @@ class SharedRooms:
 class OwnSharedRoom:
     """The receiver's."""
 
+    is_private = True
+
     def __init__(self, rooms: SharedRooms, *, places: int, place_bytes: int) -> None:
         self._rooms = rooms
         nonce = os.urandom(NONCE_BYTES)
@@ -81,9 +83,6 @@ class OwnSharedRoom:
     def place(self, at: int) -> memoryview:
         return self._view[at * self.told.place_bytes : (at + 1) * self.told.place_bytes]
 
-    def digest(self, page: Bytes) -> bytes:
-        return payload_checksum(page)
-
     def close(self, *, is_drained: bool) -> None:
         if is_drained:
             self._rooms.take_back(self)
@@ -97,6 +96,8 @@ class OwnSharedRoom:
 
 class PeerSharedRoom:
     """The sender's view of it. Raises OSError where it is not to be found, or is another."""
+
+    is_private = True
 
     def __init__(self, told: SharedRoom, place_bytes: int) -> None:
         path = f"/proc/{told.pid}/fd/{told.fd}"
@@ -118,9 +119,6 @@ class PeerSharedRoom:
             raise FileNotFoundError(path)
         self.places = told.places
         self._place_bytes = place_bytes
-
-    def digest(self, page: Bytes) -> bytes:
-        return payload_checksum(page)
 
     def put(
         self, places: Sequence[int], pages: Sequence[memoryview], then: Callable[[bool], None]

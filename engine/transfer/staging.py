@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.store.mooncake import HANG_S, library
-from engine.store.page_codec import Bytes, copy_bytes
+from engine.store.page_codec import copy_bytes
 from engine.transfer.messages import Staging
-from engine.transfer.seal import page_digest
 
 FIELD = "--transfer"
 BUFFER_BYTES = 8 << 20  # and more where two pages are
@@ -93,6 +92,8 @@ class TransferEngine:
 class OwnStaging:
     """The receiver's."""
 
+    is_private = False
+
     def __init__(
         self, engine: TransferEngine, buffer: Buffer, *, places: int, place_bytes: int
     ) -> None:
@@ -103,15 +104,14 @@ class OwnStaging:
     def place(self, at: int) -> memoryview:
         return self._buffer.place(at, self.told.place_bytes)
 
-    def digest(self, page: Bytes) -> bytes:
-        return page_digest(page)
-
     def close(self, *, is_drained: bool) -> None:
         self._engine.give_back(self._buffer, rest_s=0.0 if is_drained else REST_S)
 
 
 class PeerStaging:
     """The sender's: each place of its own memory goes to the peer's of that number."""
+
+    is_private = False
 
     def __init__(
         self,
@@ -128,9 +128,6 @@ class PeerStaging:
         self._call = call
         self._writes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="transfer-writer", daemon=True).start()
-
-    def digest(self, page: Bytes) -> bytes:
-        return page_digest(page)
 
     def put(
         self, places: Sequence[int], pages: Sequence[memoryview], then: Callable[[bool], None]

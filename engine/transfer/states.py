@@ -50,6 +50,7 @@ class Event(Enum):
     ARRIVED = "pages are right"
     FLUSHED = "all is sent"
     FAULTY = "a fault"  # what came, or is to be sent, cannot be right
+    UNMET = "nobody came"  # though it was asked to, and has had CONNECT_S
     LATE = "the deadline"
     CUT = "a cut"  # the connection is lost, silent or forged, or none came about
     ANY = "anything else"
@@ -96,6 +97,7 @@ _FAIL = Rule(State.DRAINING, Act.FAIL)
 
 # Nobody is connected.
 _ALONE: Rules = {Event.WITHDRAW: _END, Event.LATE: _LOSE, Event.ANY: _LOSE}
+_UNMET: Rules = {Event.UNMET: _LOSE}
 _CONNECTED: Rules = {
     Event.WITHDRAW: Rule(State.DRAINING, Act.WITHDRAW),
     Event.WITHDRAWN: Rule(State.LEAVING, Act.YIELD),
@@ -146,11 +148,13 @@ RECEIVER: Table = {
         Event.OFFER: Rule(State.OFFERED, Act.EXPECT),
         Event.IMPORT: Rule(State.PREPARED, Act.PREPARE),
         Event.FAULTY: _FAIL,  # of the offer that came
+        **_UNMET,
         **_ALONE,
     },
     State.PREPARED: {
         Event.OFFER: Rule(State.RECEIVING, Act.ACCEPT),
         Event.FAULTY: _FAIL,
+        **_UNMET,
         **_ALONE,
     },
     State.OFFERED: {Event.IMPORT: Rule(State.RECEIVING, Act.ACCEPT), **_CONNECTED},

@@ -11,13 +11,15 @@ from typing import Any
 
 import msgspec
 
-from engine.config import ScheduleConfig
+from engine.config import ScheduleConfig, TierConfig
 from engine.engine import Engine
 from engine.framing import AGENT_CHANNEL
 from engine.schedule.plan import Runner
 from engine.schedule.scheduler import Scheduler
+from engine.store.guard import Guard
 from engine.store.page_codec import PageLayout
-from engine.store.tiered import PageMemory
+from engine.store.tier import Tier
+from engine.store.tiered import PageMemory, TieredStore
 from engine.transfer.mover import TransferMover
 from policies.contract import wire
 from policies.contract.wire import Role, Sampling, Submit, Transfer, pack_ids
@@ -45,12 +47,19 @@ class EngineSite:
         *,
         vocab_size: int,
         overlap: bool = False,
+        tiers: Sequence[Tier] = (),
         **limits: int,
     ) -> None:
+        """tiers: fastest first."""
         defaults = {"context_tokens": 200, "step_tokens": 32, "max_running": 8}
         config = ScheduleConfig(
-            **{"page_size": layout.page_size, "vocab_size": vocab_size, **defaults, **limits}
+            **{"page_size": layout.page_size, "vocab_size": vocab_size, **defaults, **limits},
+            page_bytes=layout.page_bytes,
+            tiers=tuple(
+                TierConfig(name=tier.name, capacity_pages=tier.capacity_pages) for tier in tiers
+            ),
         )
+        store = TieredStore([Guard(tier) for tier in tiers], memory) if tiers else None
         self.mover = TransferMover(memory, layout, listen=("127.0.0.1", 0))
         self.runner: Any = runner
         self.scheduler = Scheduler(config)
@@ -64,6 +73,7 @@ class EngineSite:
             vocab_size=vocab_size,
             clock=time.monotonic,
             overlap=overlap,
+            store=store,
             mover=self.mover,
         )
         self.answers: dict[int, Answer] = {}
@@ -155,7 +165,10 @@ class EnginePair:
         """Until every sequence and every transfer is over."""
         until = time.monotonic() + within_s
         while any(
-            site.engine.has_work or not site.scheduler.transfers.is_idle for site in self.sites
+            site.engine.has_work
+            or not site.scheduler.transfers.is_idle
+            or not site.scheduler.tiers.is_idle
+            for site in self.sites
         ):
             assert time.monotonic() < until, "it never came to rest"
             if not any([site.step() for site in self.sites]):

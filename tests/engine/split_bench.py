@@ -46,6 +46,7 @@ class Half:
     order: Import | None = None  # of who expects it
     given: dict[int, tuple[int, int]] = field(default_factory=dict)  # position → page, generation
     last: HandOver | None = None
+    expect: Expect | None = None
     is_offered: bool = False
     position: int | None = None  # of the next page; None: not accepted
     withdrawn: Withdraw | None = None
@@ -82,6 +83,7 @@ class Network:
                         half.export = order
                     case Expect():
                         assert not known, "an id is used twice"
+                        half.expect = order
                     case Import():
                         assert half.order is None
                         assert order.page_ids
@@ -112,6 +114,19 @@ class Network:
         """Halves with something that could happen to them."""
         self.gather()
         return [key for key, half in self.halves.items() if not half.is_over or half.news]
+
+    def unmet(self) -> list[Half]:
+        """Those that were told that a peer would come at once, to which none has connected."""
+        return [
+            self.halves[key]
+            for key in self.live()
+            if (half := self.halves[key]).expect is not None
+            and half.expect.is_asked
+            and not half.is_over
+            and half.withdrawn is None
+            and not half.is_offered
+            and ((peer := self.peer(key)) is None or peer.position is None)
+        ]
 
     def hear(self, key: tuple[bytes, Bench], *, twice: bool = False) -> bool:
         """A side is told its next news of a transfer."""

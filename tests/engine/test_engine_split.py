@@ -5,12 +5,15 @@ from __future__ import annotations
 import socket
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from engine.__main__ import _new_mover
 from engine.config import ConfigError, EngineConfig, ModelSpec
+from engine.schedule.transfer_orders import Arrived, TransferNews
+from engine.store.host import HostTier
+from engine.store.tier import Tier
 from policies.contract import wire
 from policies.contract.page_keys import owner_tag
 from policies.contract.wire import Abort, Drain, Sampling
@@ -23,7 +26,7 @@ PROMPT = array("I", [(7 * at) % VOCAB for at in range(43)])
 GREEDY = Sampling(6, temperature=0.0)
 
 
-def site(overlap: str = "", num_pages: int = 64) -> EngineSite:
+def site(overlap: str = "", num_pages: int = 64, tiers: Sequence[Tier] = ()) -> EngineSite:
     runner = (
         AheadArenaRunner(num_pages, LAYOUT.page_size, lazy=overlap == "lazy")
         if overlap
@@ -36,6 +39,7 @@ def site(overlap: str = "", num_pages: int = 64) -> EngineSite:
         vocab_size=VOCAB,
         num_pages=num_pages,
         overlap=bool(overlap),
+        tiers=tiers,
     )
 
 
@@ -172,6 +176,30 @@ def test_a_purge_ends_what_would_come_home_and_no_answer() -> None:
     pair.close()
 
 
+def test_what_decodes_host_memory_has_need_not_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = EnginePair(site(), site(tiers=(HostTier(LAYOUT, 30),)))
+    pair.send(pair.decode, PROMPT, GREEDY)
+    pair.settle()
+    while pair.decode.scheduler.cache.evict(time.monotonic()):
+        pass
+    take, arrived = pair.decode.mover.take, list[tuple[int, int]]()
+
+    def listening() -> list[TransferNews]:
+        news = take()
+        arrived.extend((one.first, one.count) for one in news if isinstance(one, Arrived))
+        return news
+
+    monkeypatch.setattr(pair.decode.mover, "take", listening)
+    first, second = pair.split(PROMPT, GREEDY)
+    pair.settle()
+    assert second.tokens == alone(PROMPT, 6)
+    assert arrived == [(10, 1)], "the page behind the full ones"
+    assert finished(first).usage.cached_tokens == 0, "prefill has nothing of it"
+    (told,) = pair.decode.scheduler.tiers.report({})
+    assert told.hit_pages == 10
+    pair.close()
+
+
 def test_a_drained_engine_refuses_new_legs_and_ends_those_it_has() -> None:
     pair = EnginePair(site(), site())
     _, answer = pair.split(PROMPT, GREEDY)
@@ -201,6 +229,30 @@ def test_an_engine_that_ends_fails_the_leg_of_the_other(ends: int) -> None:
         staying.step()
     assert staying.scheduler.pool.num_held == 0
     staying.close()
+
+
+def test_decode_finds_out_by_itself_that_prefill_never_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It died before its mover had heard of the transfer."""
+    monkeypatch.setattr("engine.transfer.channel.CONNECT_S", 0.1)
+    pair = EnginePair(site(), site())
+    _, answer = pair.split(LONG, GREEDY)
+    pair.decode.step()
+    assert pair.decode.scheduler.pool.num_held == 45
+    until = time.monotonic() + 10.0
+    while answer.end is None or not pair.decode.scheduler.transfers.is_idle:
+        assert time.monotonic() < until
+        pair.decode.step()
+    assert isinstance(answer.end, wire.Failed)
+    assert answer.end.code == "transfer_timeout"
+    assert pair.decode.scheduler.pool.num_held == 0
+    retried = pair.send(pair.decode, LONG, GREEDY)
+    while retried.end is None:
+        assert time.monotonic() < until
+        pair.decode.step()
+    assert retried.tokens == alone(LONG, 6)
+    pair.close()
 
 
 def test_a_broken_runner_fails_both_legs() -> None:

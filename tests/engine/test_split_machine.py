@@ -1,4 +1,5 @@
-"""Random lives of split sequences over a network that is slow, breaks, and says things twice.
+"""Random lives of split sequences over a network that is slow, breaks, and says things twice, and
+over slower tiers that lose pages and hang.
 
 Whatever happens, decode's tokens are those of a fresh run, prefill tells none, and when all is over
 every page of both engines is free or cached.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,6 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from engine.config import TierConfig
 from engine.schedule.events import (
     PromptAdvanced,
     SequenceEvent,
@@ -30,15 +33,20 @@ from engine.schedule.events import (
     SequenceStarted,
     TokensProduced,
 )
+from engine.schedule.orders import Fetch, Order
 from engine.schedule.plan import StepPlan, StepResult
 from engine.schedule.sequence import NewSequence
+from engine.store.tier import Status
 from policies.contract.wire import Role, Sampling, Transfer
 from tests.engine.arena_runner import VOCAB, choose, fold, likelihood, mix
+from tests.engine.order_bench import OrderBench
 from tests.engine.scheduler_bench import Bench
 from tests.engine.split_bench import Network
 
 ROOTS = (b"a" * 32, b"b" * 32)
 CODES = ("transfer_lost", "transfer_timeout", "transfer_corrupt", "page_integrity", "aborted")
+MISHAPS = (Status.TIMEOUT, Status.MISS, Status.CORRUPT, Status.UNAVAILABLE)
+MOST_STEPS = 60  # of a sequence: 40 of a prompt and 20 behind it, a token each
 ENDS = {*CODES, "transfer_refused", "deadline_exceeded", "logits_not_finite"} - {"aborted"}
 
 
@@ -51,10 +59,14 @@ class Stream:
 
 
 class Site(Bench):
-    """One engine: its streams, and a step that may be under way, with one planned behind it."""
+    """One engine: its streams, and a step that may be under way, with one planned behind it; and
+    perhaps a host tier of so many pages."""
 
-    def __init__(self, **limits: float) -> None:
-        super().__init__(**limits)
+    def __init__(self, host_pages: int, **limits: float) -> None:
+        host = TierConfig(name="host", capacity_pages=host_pages, bytes_per_s=1e6, latency_s=1e-3)
+        tiers = (host,) if host_pages else ()
+        super().__init__(**limits, tiers=tiers, page_bytes=1000)  # type: ignore[arg-type]
+        self.tier = OrderBench(self.scheduler.tiers, self.runner, {"host": host_pages})
         self.streams: dict[int, Stream] = {}
         self.flights: list[StepPlan] = []
         self.result: StepResult | None = None  # of the first one
@@ -92,6 +104,7 @@ class Site(Bench):
 
     def apply(self) -> None:
         assert self.result is not None
+        self.tier.meddle()
         self.flights.pop(0)
         result, self.result = self.result, None
         self.now += 0.05
@@ -119,17 +132,26 @@ class SplitMachine(RuleBasedStateMachine):
         pools=st.tuples(st.integers(6, 16), st.integers(6, 16)),
         step_tokens=st.integers(2, 24),
         max_running=st.integers(1, 5),
+        host_pages=st.sampled_from([(0, 0), (0, 30), (9, 9), (30, 30)]),
     )
-    def build(self, pools: tuple[int, int], step_tokens: int, max_running: int) -> None:
+    def build(
+        self,
+        pools: tuple[int, int],
+        step_tokens: int,
+        max_running: int,
+        host_pages: tuple[int, int],
+    ) -> None:
         self.prefill, self.decode = (
             Site(
+                of_host,
                 num_pages=num_pages,
                 context_tokens=60,
                 step_tokens=step_tokens,
                 max_running=min(max_running, step_tokens),
                 vocab_size=VOCAB,
+                prefill_tokens_per_s=1.0,
             )
-            for num_pages in pools
+            for num_pages, of_host in zip(pools, host_pages, strict=True)
         )
         self.sites = self.prefill, self.decode
         self.network = Network(*self.sites)
@@ -223,6 +245,7 @@ class SplitMachine(RuleBasedStateMachine):
         self.purged.add(root)
         for site in self.sites:
             site.scheduler.purge(root)
+            site.scheduler.tiers.purge(root, site.now + 10.0)
 
     @precondition(lambda self: any(site.streams for site in self.sites))
     @rule(at=st.integers(0, 1), is_broken=st.booleans())
@@ -275,6 +298,40 @@ class SplitMachine(RuleBasedStateMachine):
             case _:
                 self.network.hear(key, twice=what == "hear twice")
 
+    @precondition(lambda self: self.network.unmet())
+    @rule(data=st.data())
+    def nobody_comes(self, data: st.DataObject) -> None:
+        """Decode's mover finds out by itself; prefill's hears of it when it dials."""
+        halves = self.network.unmet()
+        half = halves[data.draw(st.integers(0, len(halves) - 1))]
+        half.fail("transfer_timeout", "peer: found not connected")
+
+    @precondition(lambda self: any(site.tier.ready() for site in self.sites))
+    @rule(data=st.data(), status=st.sampled_from([Status.OK, Status.OK, *MISHAPS]))
+    def one_order_of_a_tier(self, data: st.DataObject, status: Status) -> None:
+        """The pages of it behind the first few go badly."""
+        site = data.draw(st.sampled_from([site for site in self.sites if site.tier.ready()]))
+        order = data.draw(st.sampled_from(site.tier.ready()))
+        good = data.draw(st.integers(0, 3))
+        site.tier.carry_out(
+            order, site.now, lambda _, at: Status.OK if at < good else self.mishap(order, status)
+        )
+
+    def mishap(self, order: Order, status: Status) -> Status:
+        is_fetch = isinstance(order, Fetch)
+        return status if is_fetch or status is Status.TIMEOUT else Status.OK
+
+    @rule(quiet=st.booleans())
+    def all_orders_of_tiers(self, quiet: bool) -> None:
+        for site in self.sites:
+            site.tier.settle(site.now, quiet=quiet)
+
+    @rule(at=st.integers(0, 1))
+    def device_is_emptied(self, at: int) -> None:
+        """So that what comes again is to be had from slower tiers and peers alone."""
+        while self.sites[at].scheduler.cache.evict(self.sites[at].now):
+            pass
+
     @rule()
     def all_transfers(self) -> None:
         self.network.settle()
@@ -285,6 +342,7 @@ class SplitMachine(RuleBasedStateMachine):
         for _ in range(6):
             self.network.settle()
             for site in self.sites:
+                site.tier.settle(site.now, quiet=False)
                 site.go(10)
 
     # --- what must hold -------------------------------------------------------------------------
@@ -353,6 +411,7 @@ class SplitMachine(RuleBasedStateMachine):
         self.network.gather()
         self.network.meddle()
         for site in self.sites:
+            site.tier.meddle()
             site.scheduler.invariants()
             load = site.scheduler.load()
             assert load.pages_free + load.pages_held + load.pages_cached == load.pages_total
@@ -361,14 +420,21 @@ class SplitMachine(RuleBasedStateMachine):
             for root in self.purged:
                 assert all(page.owner != root for page in site.scheduler.cache.contents())
 
+    def all_goes_well(self) -> bool:
+        """Of what tiers and transfers were asked; whether there was anything."""
+        settled = [site.tier.settle(site.now) for site in self.sites]
+        return any([*settled, self.network.settle()])
+
     def teardown(self) -> None:
         if not hasattr(self, "sites"):
             return
-        for _ in range(400):
-            moved = self.network.settle()
+        # Alone, and begun again for every other: then it is not slow, but goes round in a circle.
+        rounds = 200 + MOST_STEPS * sum(len(site.streams) for site in self.sites)
+        for _ in range(rounds):
+            moved = self.all_goes_well()
             went = [site.go(1) for site in self.sites]
             self.all_is_right()
-            if not moved and not any(went) and not self.network.settle():
+            if not moved and not any(went) and not self.all_goes_well():
                 # One leg may have ended alone: its gateway ends the other.
                 alone = [
                     (site, sequence_id)
@@ -396,6 +462,28 @@ SMALL = settings(
 
 def test_split_machine() -> None:
     run_state_machine_as_test(SplitMachine, settings=SMALL)
+
+
+def test_all_that_is_submitted_at_once_comes_to_its_end() -> None:
+    """Far more than fits: the longest run that the machine can choose takes its turns too."""
+    chance = Random(3)
+    machine = SplitMachine()
+    machine.build(pools=(11, 15), step_tokens=12, max_running=4, host_pages=(9, 30))
+    for _ in range(80):
+        machine.submit(
+            family=chance.randint(0, 1),
+            length=chance.randint(1, 40),
+            root=chance.choice(ROOTS),
+            max_tokens=20,
+            stops=set(),
+            logprobs=None,
+            seed=0,
+            deadline_s=None,
+            path=chance.choice(["split", "split", "split", "prefill", "decode"]),
+            returns=chance.random() < 0.5,
+            decode_first=chance.random() < 0.5,
+        )
+    machine.teardown()
 
 
 @pytest.mark.slow

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from hashlib import sha256
 
 import pytest
 
-from engine.transfer.seal import Session
+from engine.transfer.seal import DIGESTS, EVERYBODYS, Session
 
 SECRET, ID = bytes(range(32)), bytes(16)
 NONCES = {"dialler_nonce": b"d" * 32, "listener_nonce": b"l" * 32}
@@ -38,6 +39,23 @@ def test_another_secret_id_or_connection_proves_nothing(other: dict[str, bytes])
     ours, theirs = session(), session(**other)
     assert not ours.is_proof(theirs.proof)
     assert not ours.from_listener.proves(b"x", theirs.from_listener.mac(b"x"))
+
+    assert digest_of(ours, b"page") != digest_of(theirs, b"page")
+
+
+def digest_of(of: Session, page: bytes, name: str = DIGESTS[0]) -> bytes:
+    digest = of.digest(name)
+    assert digest is not None
+    return digest(page)
+
+
+def test_a_page_has_one_digest_on_both_ends_and_another_has_another() -> None:
+    for name in (*DIGESTS, EVERYBODYS):
+        ours, theirs = session(), session()
+        assert digest_of(ours, b"page", name) == digest_of(theirs, b"page", name)
+        assert digest_of(ours, b"page", name) != digest_of(theirs, b"pages", name)
+    assert digest_of(session(), b"page", EVERYBODYS) == sha256(b"page").digest()
+    assert session().digest("md5") is None
 
 
 def test_what_one_end_said_is_not_what_the_other_says() -> None:

@@ -35,7 +35,7 @@ FORM = form_of(LAYOUT)
 HANDOVER = Handover(7)
 EXPORT = Export(ID, b"", "", KEYS, TOKENS, 0.0)
 IMPORT = Import(ID, b"", KEYS, TOKENS, 1, (8, 9, 10, 11), (5, 6, 7, 8), 0.0)
-OFFER = Offer(KEYS, TOKENS, FORM)
+OFFER = Offer(KEYS, TOKENS, FORM, (), ("blake3",))
 DIGESTS = (b"a", b"b")
 
 

@@ -47,6 +47,7 @@ from engine.transfer.states import Event, State
 LAYOUT = PageLayout("bf16", num_layers=1, num_kv_heads=1, page_size=16, head_dim=1)
 CUT = Fault("transfer_lost", "cut")
 LATE = Fault("transfer_timeout", "late")
+UNMET = Fault("transfer_timeout", "nobody came")
 NOBODY = b"somebody else's"
 
 
@@ -352,11 +353,14 @@ class World:
     def disturb(self) -> None:
         transfer = self.chance.choice(self.transfers)
         end = self.chance.choice((transfer.sender, transfer.receiver))
-        match self.chance.choice(("withdraw", "withdraw", "late", "silence", "cut")):
+        match self.chance.choice(("withdraw", "withdraw", "late", "unmet", "silence", "cut")):
             case "withdraw":
                 transfer.feed(end, Event.WITHDRAW, Withdraw(transfer.id))
             case "late":
                 transfer.feed(end, Event.LATE, LATE)
+            case "unmet" if not transfer.is_connected and not transfer.receiver.is_quiet:
+                transfer.feed(transfer.receiver, Event.UNMET, UNMET)
+                assert transfer.receiver.is_quiet
             case "silence" if end.is_open:  # whatever is still on its way
                 transfer.feed(end, Event.CUT, CUT)
             case "cut" if end.is_open:

@@ -27,7 +27,9 @@ from engine.schedule.transfer_orders import (
 )
 from engine.store.quantise import convert
 from engine.transfer import outgoing, rooms
+from engine.transfer.incoming import Incoming
 from engine.transfer.mover import TransferMover
+from engine.transfer.seal import Session
 from engine.transfer.shared_room import OwnSharedRoom, SharedRooms
 from tests.engine.transfer.movers import HANDOVER, LAYOUT, Pages, Split, Station, chain, until
 
@@ -75,6 +77,41 @@ def test_pages_and_the_rest_arrive(
     assert sender.news[-2:] == [HandedOver(split.id), TransferQuiet(split.id)]
     told = sum(news.num_bytes for news in receiver.news if isinstance(news, Arrived))
     assert told == len(lacked) * LAYOUT.page_bytes
+
+
+@pytest.mark.parametrize("older", ["neither", "sender", "receiver"])
+def test_pages_are_proven_by_the_best_digest_that_both_know(
+    sides: list[Station], monkeypatch: pytest.MonkeyPatch, older: str
+) -> None:
+    if older != "neither":
+        place = {"sender": "sender", "receiver": "incoming"}[older]
+        monkeypatch.setattr(f"engine.transfer.{place}.DIGESTS", ())
+    keyed: list[int] = []
+    digest = Session._keyed_digest
+
+    def counted(self: Session, page: memoryview) -> bytes:
+        keyed.append(len(page))
+        return digest(self, page)
+
+    monkeypatch.setattr(Session, "_keyed_digest", counted)
+    split = Split(*pair(sides, ways=()))
+    split.run()
+    split.arrived_right()
+    assert HandedOver(split.id) in split.sender.news
+    assert len(keyed) == (2 * 4 if older == "neither" else 0)
+
+
+def test_a_digest_that_was_not_offered_is_a_fault(
+    sides: list[Station], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Incoming, "_choose_digest", lambda self: "md5")
+    split = Split(*pair(sides, ways=()))
+    split.receiver.give(split.imported)
+    split.sender.give(split.export)
+    split.wait_quiet()
+    failure = split.sender.failure(split.id)
+    assert failure is not None
+    assert (failure.code, "'md5'" in failure.message) == ("transfer_corrupt", True)
 
 
 def rooms_of(side: Station) -> SharedRooms:
@@ -164,6 +201,48 @@ def test_nobody_there_is_found_out_soon(
     failure = split.sender.failure(named.transfer_id)
     assert failure is not None
     assert "allowed ADDRESS:PORT" in failure.message
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_a_peer_that_was_asked_and_never_comes_is_given_up(
+    sides: list[Station], monkeypatch: pytest.MonkeyPatch, is_prepared: bool
+) -> None:
+    """It may have died before its mover heard of anything, and nobody else tells."""
+    monkeypatch.setattr("engine.transfer.channel.CONNECT_S", 0.1)
+    split = Split(*pair(sides))
+    receiver = split.receiver
+    receiver.give(Expect(split.id, split.secret, split.deadline, is_asked=True))
+    if is_prepared:
+        receiver.give(split.imported)
+    split.wait_quiet(receiver)
+    failure = receiver.failure(split.id)
+    assert failure is not None
+    assert (failure.code, "not connected" in failure.message) == ("transfer_timeout", True)
+    monkeypatch.setattr(outgoing, "RETRY_S", 0.2)
+    split.sender.give(split.export)  # it comes too late
+    split.wait_quiet(split.sender)
+    failure = split.sender.failure(split.id)
+    assert failure is not None
+    assert failure.code == "transfer_refused"
+
+
+def test_who_has_connected_or_comes_when_it_will_is_not_given_up(
+    sides: list[Station], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.transfer.channel.CONNECT_S", 0.1)
+    sender, receiver = pair(sides)
+    met, home = Split(sender, receiver), Split(sender, receiver, into=16)
+    receiver.give(Expect(home.id, home.secret, home.deadline))
+    receiver.give(Expect(met.id, met.secret, met.deadline, is_asked=True))
+    sender.give(met.export)
+    until(lambda: Offered(met.id, met.keys) in receiver.poll())
+    time.sleep(0.7)  # a mover that only expects looks every half second
+    for split in (met, home):
+        split.run() if split is home else receiver.give(split.imported)
+    met.send_all()
+    met.wait_quiet()
+    for split in (met, home):
+        assert HandedOver(split.id) in sender.of(split.id)
 
 
 def test_an_offer_waits_for_room(sides: list[Station]) -> None:
