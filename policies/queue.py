@@ -201,19 +201,26 @@ class FairQueue(Generic[What]):
                     tenant.deficit += (nearest - 1) * quantum
         return None
 
-    def before(self, tenant: str, tokens: int, at: float, tokens_per_s: float) -> int:
-        """Queued tokens that would be sent before such an entry: what ranks before it of its own
-        tenant's, and of each other tenant's no more than its turns bring until then."""
+    def before(self, entry: Entry[What], tokens_per_s: float) -> int:
+        """Queued tokens that would be sent before it, be it here or yet to come: what ranks before
+        it of its own tenant's, and of each other tenant's no more than its turns bring until then.
+        """
         own, others = 0, 0
-        rank = tokens + tokens_per_s * at
-        mine = self._tenants.get(tenant)
+        rank = entry.tokens + tokens_per_s * entry.at
+        mine = self._tenants.get(entry.tenant)
         if mine is not None:
-            ranked = [(one.tokens + tokens_per_s * one.at, one.tokens) for one in mine.entries]
-            own = sum([size for its_rank, size in ranked if its_rank < rank])
-        turns = own + tokens + self._quantum_tokens
-        for one in self._turns:
-            if one is not mine:
-                others += min(one.tokens, turns)
+            is_behind = False  # of equal ones who came first goes first
+            for one in mine.entries:
+                if one is entry:
+                    is_behind = True
+                    continue
+                its_rank = one.tokens + tokens_per_s * one.at
+                if its_rank < rank or (its_rank == rank and not is_behind):
+                    own += one.tokens
+        turns = own + entry.tokens + self._quantum_tokens
+        for tenant in self._turns:
+            if tenant is not mine:
+                others += min(tenant.tokens, turns)
         return own + others
 
     def _first(

@@ -279,7 +279,9 @@ class Fleet:
         self._orphans.append(flow)
 
     def _stop(self, flow: Flow) -> None:
-        self.queues.remove(flow)
+        if flow.queued is not None:
+            flow.waited_s += self._clock() - flow.queued.what.since
+            self.queues.remove(flow)
         if flow.session is not None:
             flow.session.abort(flow)
         if flow.leg is not None:
@@ -651,8 +653,6 @@ class Fleet:
             flow.tries.append(last)
             flow.attempt += 1
             return refusal
-        assert flow.queued is not None  # it is to leave its queue
-        flow.waited_s += now - flow.queued.what.since
         self._stop(flow)
         if flow.engine is not None:
             flow.engine.leave(flow)

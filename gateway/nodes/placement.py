@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gateway.nodes.engines import Engine
 from gateway.nodes.node import Node, Work
@@ -13,6 +14,7 @@ from gateway.nodes.streams import FleetPath, Flow
 from policies.contract.wire import Tier
 from policies.homes import Homes
 from policies.pairing import Pairing
+from policies.queue import Entry
 from policies.residency import TIERS
 from policies.routing import (
     Candidate,
@@ -210,8 +212,8 @@ class Placement:
         def ahead(candidate: Candidate, tokens: int) -> float:
             engine = engines[candidate.node_id, candidate.engine]
             rate = engine.tokens_per_s or self._parameters.fallback_tokens_per_s
-            queued = engine.queue.before(dispatch.tenant, tokens, flow.arrived_at, rate)
-            return engine.window.outstanding(now, rate) + queued
+            entry: Entry[Any] = Entry(flow, dispatch.tenant, tokens, flow.arrived_at)
+            return engine.window.outstanding(now, rate) + engine.queue.before(entry, rate)
 
         is_contended = any([len(engine.queue) for engine in engines.values()])
         scored = score(kept, wanted, reach, self._parameters, ahead if is_contended else None)

