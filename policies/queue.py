@@ -43,6 +43,9 @@ class Window:
         self._backlog = backlog
         self._reported_at = 0.0
         self._large: Credit | None = None  # the one that was sent last
+        # While nothing of ours is there and somebody waits: since when, and for how much of others.
+        self._waits_since: float | None = None
+        self._waits_for = 0
 
     @property
     def has_large(self) -> bool:
@@ -57,7 +60,7 @@ class Window:
 
     def outstanding(self, now: float, tokens_per_s: float) -> float:
         """Uncached tokens at the engine. While none is ours it computes those of others, so they
-        are believed less as the report grows old: what it said keeps nobody out for ever."""
+        are believed less as the report grows old."""
         backlog = self._backlog
         if backlog.sent > 0:
             return backlog.sent + backlog.others
@@ -67,6 +70,8 @@ class Window:
     def fits(self, tokens: int, now: float, tokens_per_s: float) -> bool:
         """Whether a prompt with so many uncached tokens may be sent now."""
         outstanding = self.outstanding(now, tokens_per_s)
+        if self._backlog.sent == 0:
+            outstanding = min(outstanding, self._owed(now, tokens_per_s))
         if self.is_large(tokens):
             return outstanding <= 0
         if self._large is not None:
@@ -75,8 +80,20 @@ class Window:
 
     def sent(self, credit: Credit) -> None:
         """A prompt was given to the engine."""
+        self._waits_since = None
         if self.is_large(credit.tokens):
             self._large = credit
+
+    def nobody_waits(self) -> None:
+        """Whoever did not fit has left."""
+        self._waits_since = None
+
+    def _owed(self, now: float, tokens_per_s: float) -> float:
+        """Of others' work, what was before who waits here now. What they ask for meanwhile is
+        behind it, however often reports tell of more: gateways take turns, too."""
+        if self._waits_since is None:
+            self._waits_since, self._waits_for = now, self._backlog.others
+        return max(0.0, self._waits_for - tokens_per_s * (now - self._waits_since))
 
 
 @dataclass(slots=True, eq=False)

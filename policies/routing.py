@@ -41,6 +41,7 @@ Rejection = Literal[
 ]
 
 
+MAX_RETRY_S = 30.0
 _MAX_KV_SHARE = 0.99  # of the pressure term, which has no end
 
 
@@ -362,14 +363,22 @@ def in_time(
     return kept, late
 
 
-def late_retry_after_s(scored: Sequence[Scored], deadline_s: float) -> float:
-    """When the best of them would meet the deadline if nothing else came: 0.5 to 30 s."""
-    return retry_within_bounds(min([one.first_token_s for one in scored]) - deadline_s)
+def late_retry_after_s(
+    scored: Sequence[Scored], deadline_s: float, parameters: RoutingParameters
+) -> float:
+    """When the best of them would meet the deadline if nothing else came: 0.5 to 30 s. The most,
+    where a prompt takes longer by itself."""
+    waits = [
+        one.first_token_s - deadline_s
+        for one in scored
+        if one.uncached_tokens / _rate(one.candidate, parameters) + one.fetch_s <= deadline_s
+    ]
+    return retry_within_bounds(min(waits, default=MAX_RETRY_S))
 
 
 def retry_within_bounds(wait_s: float) -> float:
     """Advice is neither an invitation to knock without pause nor to go away."""
-    return min(30.0, max(0.5, wait_s))
+    return min(MAX_RETRY_S, max(0.5, wait_s))
 
 
 def retry_after_s(candidates: Sequence[Candidate], parameters: RoutingParameters) -> float:

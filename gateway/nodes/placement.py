@@ -236,7 +236,7 @@ class Placement:
         assert dispatch.ttft_deadline_s is not None  # else there is nothing to be late for
         raise TooLate(
             dispatch.model,
-            late_retry_after_s(scored, dispatch.ttft_deadline_s),
+            late_retry_after_s(scored, dispatch.ttft_deadline_s, self._parameters),
             rejected,
             first_token_s=min([one.first_token_s for one in scored]),
             left_s=max(0.0, left_s),

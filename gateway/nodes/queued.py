@@ -163,6 +163,7 @@ class Queues:
         self._count(queued, -1)
         if not len(engine.queue):
             self._engines.pop(engine, None)
+            engine.window.nobody_waits()
 
     def _count(self, queued: Queued, sign: int) -> None:
         queued.seat.node.num_queued += sign * len(queued.flow.lanes)

@@ -118,6 +118,27 @@ def test_what_others_asked_for_keeps_nobody_out_for_ever() -> None:
     assert not one.fits(50, 10.7, RATE)
 
 
+def test_a_gateway_that_is_always_busy_keeps_no_other_out() -> None:
+    backlog, one = window()
+    for second in range(3):
+        backlog.take_report(450, step=second)  # each second as much again
+        one.reported(float(second))
+        fits = [tenth for tenth in range(10) if one.fits(150, second + tenth / 10, RATE)]
+        if second == 0:
+            assert fits[0] == 4  # 450 were there before it
+            one.nobody_waits()
+            assert not one.fits(150, 0.0, RATE)
+    backlog.take_report(900, step=3)
+    one.reported(3.0)
+    one.nobody_waits()
+    assert not one.fits(150, 3.0, RATE)
+    backlog.take_report(900, step=4)
+    one.reported(3.8)
+    assert one.fits(150, 3.9, RATE)  # by then 900 are computed, whoever came since
+    give(backlog, one, 150)
+    assert not one.fits(1, 3.9, RATE)  # and the next one of ours is behind those
+
+
 # --- whose turn it is -----------------------------------------------------------------------------
 
 

@@ -310,6 +310,13 @@ def test_where_all_would_be_late_it_is_refused_at_once_with_a_time() -> None:
         stream.abort()
 
 
+def test_who_takes_too_long_by_itself_is_told_to_stay_away() -> None:
+    FakeNode(gateway := fleet(), "n1").join()
+    with pytest.raises(TooLate) as refused:
+        gateway.dispatch(request(1, tokens=3000, page_keys=[], ttft_deadline_s=2.0))
+    assert (refused.value.first_token_s, refused.value.retry_after_s) == (3.0, 30.0)
+
+
 def test_who_waits_is_moved_when_it_would_be_late_here() -> None:
     gateway = fleet(clock := Clock())
     node = FakeNode(gateway, "n1").join()
