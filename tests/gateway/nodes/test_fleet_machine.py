@@ -44,11 +44,13 @@ def computing(flow: Flow) -> Engine | None:
 class Fleet(RuleBasedStateMachine):
     """The model: what each node was told, and what each stream's owner has read."""
 
-    @initialize(policy=st.sampled_from(RoutingPolicy))
-    def start(self, policy: RoutingPolicy) -> None:
+    @initialize(policy=st.sampled_from(RoutingPolicy), linked=st.integers(0, 4))
+    def start(self, policy: RoutingPolicy, linked: int) -> None:
         self.clock = Clock()
         self.fleet = fleet(self.clock, policy=policy, max_in_flight=6)
         self.nodes = {name: FakeNode(self.fleet, name) for name in NODES}
+        for name in NODES[:linked]:
+            self.nodes[name].join()
         self.streams: list[Stream] = []
         self.ends: dict[tuple[int, int], Any] = {}  # by stream and lane
         self.requests = 0
@@ -93,6 +95,11 @@ class Fleet(RuleBasedStateMachine):
     )
     def dispatch(self, tokens: int, key: bytes | None, n: int, ttft_s: float | None) -> None:
         self.ask(tokens, key, n, ttft_s)
+
+    @rule(tokens=st.sampled_from([400, 700, 3000]), count=st.integers(2, 5), ttft_s=ttft_or_none)
+    def many_come(self, tokens: int, count: int, ttft_s: float | None) -> None:
+        for _ in range(count):
+            self.ask(tokens, None, 1, ttft_s)
 
     def ask(self, tokens: int, key: bytes | None, n: int, ttft_s: float | None) -> None:
         self.requests += 1
