@@ -69,6 +69,8 @@ class Window:
 
     def fits(self, tokens: int, now: float, tokens_per_s: float) -> bool:
         """Whether a prompt with so many uncached tokens may be sent now."""
+        if tokens + self._backlog.tokens <= self.tokens:  # whatever of it is here or there
+            return True
         outstanding = self.outstanding(now, tokens_per_s)
         if self._backlog.sent == 0:
             outstanding = min(outstanding, self._owed(now, tokens_per_s))

@@ -209,14 +209,16 @@ class Placement:
             engine = engines[candidate.node_id, candidate.engine]
             return _reach(engine, flow.keys, shared, most, self._parameters)
 
-        def ahead(candidate: Candidate, tokens: int) -> float:
-            engine = engines[candidate.node_id, candidate.engine]
-            rate = engine.tokens_per_s or self._parameters.fallback_tokens_per_s
-            entry: Entry[Any] = Entry(flow, dispatch.tenant, tokens, flow.arrived_at)
-            return engine.window.outstanding(now, rate) + engine.queue.before(entry, rate)
+        ahead = None
+        if any([engine.queue.tokens for engine in engines.values()]):
 
-        is_contended = any([len(engine.queue) for engine in engines.values()])
-        scored = score(kept, wanted, reach, self._parameters, ahead if is_contended else None)
+            def ahead(candidate: Candidate, tokens: int) -> float:
+                engine = engines[candidate.node_id, candidate.engine]
+                rate = engine.tokens_per_s or self._parameters.fallback_tokens_per_s
+                entry: Entry[Any] = Entry(flow, dispatch.tenant, tokens, flow.arrived_at)
+                return engine.window.outstanding(now, rate) + engine.queue.before(entry, rate)
+
+        scored = score(kept, wanted, reach, self._parameters, ahead)
         if ttft_by is not None:
             scored = self._in_time(flow, scored, rejected, ttft_by - now)
         if in_turn:
@@ -269,7 +271,7 @@ class Placement:
             tokens_per_s=engine.tokens_per_s,
             kv_share=engine.kv_share,
             window_tokens=engine.window.tokens,
-            queue_is_full=engine.queue.is_full,
+            queue_is_full=engine.queue.tokens > 0 and engine.queue.is_full,
         )
 
 

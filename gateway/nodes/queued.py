@@ -84,7 +84,7 @@ class Queues:
     def has_room(self, seat: Seat, now: float) -> bool:
         """Whether its prompt may go there at once."""
         engine = seat.engine
-        return not len(engine.queue) and engine.window.fits(
+        return not engine.queue.tokens and engine.window.fits(
             seat.uncached_tokens, now, engine.tokens_per_s or self._fallback_tokens_per_s
         )
 
