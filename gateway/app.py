@@ -45,6 +45,7 @@ from gateway.text.model import TextModel
 from policies import pairing
 from policies.admission import Admission
 from policies.pricing import PriceTable
+from policies.queue import QueueBounds
 from policies.routing import RoutingParameters, parse_parameters
 
 Emit = Callable[[dict[str, object]], None]
@@ -99,6 +100,10 @@ async def build(
                     parameters=parameters,
                     default_models=config.models.default,
                     max_in_flight=config.routing.max_in_flight_per_node,
+                    queue=QueueBounds(
+                        config.routing.queue_requests_per_engine,
+                        config.routing.queue_tokens_per_engine,
+                    ),
                     split=config.routing.split,
                     pairing=_pairing(config.routing.pairing_file),
                     moves_roles=config.routing.roles == "auto",

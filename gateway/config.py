@@ -59,6 +59,7 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_completion_tokens: int | None = None  # on top of the model's own room
     request_deadline_s: float = 600.0
     retention_s: float = 86_400.0  # of a hint; one that asks for more is clipped
+    ttft_deadline_ms: int | None = None  # of keys that have none of their own
 
 
 class StreamConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,7 +85,9 @@ class KeysConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class RoutingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     policy: RoutingPolicy = RoutingPolicy.COST
     parameters_file: str | None = None  # None: the file that ships with the gateway
-    max_in_flight_per_node: int = 256
+    max_in_flight_per_node: int = 256  # queued ones too
+    queue_requests_per_engine: int = 256
+    queue_tokens_per_engine: int = 2_000_000
     split: SplitMode = SplitMode.AUTO
     pairing_file: str | None = None  # None: the file that ships with the gateway
     roles: Literal["fixed", "auto"] = "fixed"  # auto: nodes change theirs with the load
@@ -316,6 +319,8 @@ def _check(config: GatewayConfig) -> None:
         "limits.choices": config.limits.choices,
         "limits.prompts": config.limits.prompts,
         "limits.request_deadline_s": config.limits.request_deadline_s,
+        "routing.queue_requests_per_engine": config.routing.queue_requests_per_engine,
+        "routing.queue_tokens_per_engine": config.routing.queue_tokens_per_engine,
         "admission.concurrent_requests": config.admission.concurrent_requests,
         "admission.concurrent_requests_per_key": config.admission.concurrent_requests_per_key,
         "stream.first_heartbeat_s": config.stream.first_heartbeat_s,
@@ -325,6 +330,14 @@ def _check(config: GatewayConfig) -> None:
     for name, value in positive.items():
         if not value > 0:
             raise ConfigError(name, str(value), "a number above 0", "Raise it.")
+    ttft_deadline_ms = config.limits.ttft_deadline_ms
+    if ttft_deadline_ms is not None and not ttft_deadline_ms > 0:
+        raise ConfigError(
+            "limits.ttft_deadline_ms",
+            str(ttft_deadline_ms),
+            "a number above 0",
+            "Raise it, or leave it out: then nothing is refused for it.",
+        )
     if not config.limits.retention_s >= 0:
         raise ConfigError(
             "limits.retention_s", str(config.limits.retention_s), "0 or more", "0 obeys no hint."

@@ -438,6 +438,7 @@ CLIENT_CODE = {
     "engine_full": "capacity_exceeded",
     "node_draining": "no_node",
     "pool_too_small": "context_length_exceeded",
+    "ttft_missed": "capacity_exceeded",
 }
 
 
@@ -456,6 +457,21 @@ def fault(code: str) -> GatewayError:
         if kind.should_retry
         else f"see docs/errors.md#{kind.code}",
         retry_after_s=1.0 if kind.status in (429, 503) else None,
+    )
+
+
+def late_first_token(expected_s: float | None, retry_after_s: float) -> GatewayError:
+    """No engine would answer within what the key allows. expected_s: after which the best would."""
+    found = "a first token that would come later"
+    if expected_s is not None:
+        found = f"a first token after {expected_s:.3g} s at best"
+    return GatewayError(
+        "capacity_exceeded",
+        field="model",
+        found=found,
+        allowed="one within the key's ttft_deadline_ms",
+        remedy="send the request again when there is less to do, or raise the key's deadline",
+        retry_after_s=retry_after_s,
     )
 
 

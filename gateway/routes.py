@@ -154,7 +154,7 @@ ADMIN_ROUTES: tuple[Route, ...] = (
     _admin("/keys", keys.list_keys, query=keys.KeysQuery, answer=keys.KeyList),
     _admin("/keys", keys.create_key, POST, body=keys.NewKey, answer=keys.CreatedKey, status=201),
     _admin("/keys/{key:rest}", keys.show_key, answer=Key),
-    _admin("/keys/{key:rest}", keys.rename_key, ("PATCH",), body=keys.NewName, answer=Key),
+    _admin("/keys/{key:rest}", keys.change_key, ("PATCH",), body=keys.KeyChange, answer=Key),
     _admin("/keys/{key:rest}", keys.revoke_key, ("DELETE",), answer=Key),
     _admin("/usage", totals.show_usage, query=totals.UsageQuery, answer=totals.UsageAnswer),
     _admin(

@@ -138,6 +138,26 @@ METRICS = (
         "Usage that cannot be as it was told; none: nothing was told.",
     ),
     MetricRow("kagari_ledger_open_rows", "gauge", "rows", (), "Ledger rows not yet settled."),
+    MetricRow(
+        "kagari_queued_requests",
+        "gauge",
+        "requests",
+        ("node", "model"),
+        "Placed on an engine, not sent yet.",
+    ),
+    MetricRow(
+        "kagari_queued_tokens", "gauge", "tokens", ("node", "model"), "Their uncached tokens."
+    ),
+    MetricRow(
+        "kagari_queue_sheds",
+        "counter",
+        "requests",
+        ("reason",),
+        "Given up before they were sent: full, ttft, ttft_queued, deadline.",
+    ),
+    MetricRow(
+        "kagari_queue_seconds", "histogram", "s", ("model",), "In the gateway's queue.", SECONDS
+    ),
     MetricRow("kagari_ttft_seconds", "histogram", "s", ("model",), "To the first token.", SECONDS),
     MetricRow("kagari_request_seconds", "histogram", "s", ("route",), "Whole requests.", SECONDS),
 )

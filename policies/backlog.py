@@ -2,6 +2,7 @@
 
     ours    each dispatch on credit, less what the engine's steps say is computed of it, until its
             first token or any other end: exact at every moment, and zero when we ask nothing of it
+    queued  the part of ours that waits at the gateway: the engine has not heard of it
     others  what a report counted beyond ours at the step it was made in: up to a second old
 
 A report is older than the steps that came since, so what left our side after its step is added
@@ -21,6 +22,7 @@ class Credit:
     """One prompt's share of a backlog; 0 once it is no work any more."""
 
     tokens: int
+    is_queued: bool = False  # at the gateway
 
 
 class Backlog:
@@ -28,6 +30,7 @@ class Backlog:
 
     def __init__(self) -> None:
         self.ours = 0
+        self.queued = 0
         self.others = 0
         self._step = 0  # of the newest frame
         self._left: deque[tuple[int, int]] = deque(maxlen=MAX_REMEMBERED)  # (known by step, tokens)
@@ -36,10 +39,32 @@ class Backlog:
     def tokens(self) -> int:
         return self.ours + self.others
 
+    @property
+    def sent(self) -> int:
+        """Of ours, what the engine was given."""
+        return self.ours - self.queued
+
     def open(self, tokens: int) -> Credit:
         """Count uncached tokens as sent there, before anybody can send more."""
         self.ours += tokens
         return Credit(tokens)
+
+    def enqueue(self, tokens: int) -> Credit:
+        """Count them as work that will be sent there; `send` says when it is."""
+        self.ours += tokens
+        self.queued += tokens
+        return Credit(tokens, is_queued=True)
+
+    def resize(self, credit: Credit, tokens: int) -> None:
+        """What a queued prompt will have to compute is known better now."""
+        assert credit.is_queued, "what was sent is told of by steps"
+        self._change(credit, tokens, self._step)
+
+    def send(self, credit: Credit) -> None:
+        """A queued prompt goes to the engine."""
+        if credit.is_queued:
+            credit.is_queued = False
+            self.queued -= credit.tokens
 
     def advance(self, credit: Credit, tokens_left: int, step: int) -> None:
         """A step told how much of a prompt is left; more than expected if its hit was smaller."""
@@ -60,7 +85,7 @@ class Backlog:
         """What all gateways together had asked of the engine after that step."""
         while self._left and self._left[0][0] <= step:
             self._left.popleft()
-        then = self.ours + sum([tokens for _, tokens in self._left])
+        then = self.sent + sum([tokens for _, tokens in self._left])
         self.others = max(0, uncached_tokens - then)
 
     def _change(self, credit: Credit, tokens: int, step: int) -> None:
@@ -68,4 +93,7 @@ class Backlog:
         if left:
             credit.tokens = tokens
             self.ours -= left
-            self._left.append((step, left))
+            if credit.is_queued:
+                self.queued -= left
+            else:
+                self._left.append((step, left))

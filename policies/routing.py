@@ -27,10 +27,21 @@ from policies.contract.wire import NodeState, Tier
 Affinity = Literal["hit", "spill", "new", "none"]
 Reason = Literal["home", "least_cost", "rendezvous", "least_in_flight", "turn"]
 Rejection = Literal[
-    "bundle", "compute", "role", "state", "engine", "wire_version", "tried", "full", "overloaded"
+    "bundle",
+    "compute",
+    "role",
+    "state",
+    "engine",
+    "wire_version",
+    "tried",
+    "full",
+    "overloaded",
+    "queue",  # the gateway's own before that engine is full
+    "late",  # its first token would come after the request's deadline for it
 ]
 
 
+MAX_RETRY_S = 30.0
 _MAX_KV_SHARE = 0.99  # of the pressure term, which has no end
 
 
@@ -91,6 +102,8 @@ class Candidate(Struct, frozen=True, gc=False):
     speaks: bool = True  # its wire version has every field that the request needs
     kv_share: float = 0.0  # of its pages, those in use
     tells_pages: bool = True  # what of a prompt is resident there is known
+    window_tokens: int = 0  # most that the engine is given at a time; 0: no queue before it
+    queue_is_full: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +128,8 @@ class Reach(Struct, frozen=True, gc=False):
 
 class Scored(Struct, frozen=True, gc=False):
     """hit_tokens are not computed; fetching those that are in slower tiers takes fetch_s. The cost
-    is the sum of its four terms, in seconds."""
+    is the sum of its four terms, in seconds. Of its first token, queue_s would pass in the
+    gateway's queue."""
 
     candidate: Candidate
     hit_tokens: int
@@ -124,6 +138,8 @@ class Scored(Struct, frozen=True, gc=False):
     own_s: float = 0.0  # its own tokens, and what others wait for them
     fetch_s: float = 0.0
     pressure_s: float = 0.0
+    queue_s: float = 0.0
+    first_token_s: float = 0.0
 
     @property
     def cost_s(self) -> float:
@@ -177,6 +193,8 @@ def _rejection(candidate: Candidate) -> Rejection | None:
         return "full"
     if candidate.overloaded:
         return "overloaded"
+    if candidate.queue_is_full:
+        return "queue"
     return None
 
 
@@ -185,9 +203,11 @@ def score(
     wanted: Wanted,
     reach: Callable[[Candidate], Sequence[Reach]],
     parameters: RoutingParameters,
+    ahead: Callable[[Candidate, int], float] | None = None,
 ) -> list[Scored]:
     """Each candidate's cost in seconds; reach looks up the resident prefix on one, tier by tier,
-    the fastest first."""
+    the fastest first. ahead: how much of its backlog would be computed before so many tokens of
+    this request; None: all of it."""
     scored: list[Scored] = []
     rates = [_rate(candidate, parameters) for candidate in candidates]
     # Who comes behind waits as long as the own work takes, and the faster a node the more come: so
@@ -199,6 +219,9 @@ def score(
             hit = max(hit, min(wanted.home_tokens, wanted.prompt_tokens))
         uncached = max(1, wanted.prompt_tokens - hit)  # the last token is always computed
         used = min(candidate.kv_share, _MAX_KV_SHARE)
+        before = candidate.backlog_tokens if ahead is None else ahead(candidate, uncached)
+        window = candidate.window_tokens
+        excess = before + min(uncached, window) - window if window else 0
         scored.append(
             Scored(
                 candidate,
@@ -208,6 +231,8 @@ def score(
                 own_s=uncached * (1.0 / rate + others_s),
                 fetch_s=fetch_s,
                 pressure_s=parameters.pressure_s * used / (1.0 - used),
+                queue_s=excess / rate if excess > 0 else 0.0,
+                first_token_s=(before + uncached) / rate + fetch_s,
             )
         )
     return scored
@@ -229,6 +254,11 @@ def _hit(reaches: Sequence[Reach], tokens_per_s: float) -> tuple[int, float]:
         seconds += (one.tokens - hit) * one.fetch_s
         hit = one.tokens
     return hit, seconds
+
+
+def hit_tokens(reaches: Sequence[Reach], tokens_per_s: float) -> int:
+    """How much of a prompt an engine of this rate would not compute."""
+    return _hit(reaches, tokens_per_s)[0]
 
 
 def pick(
@@ -322,7 +352,36 @@ def rendezvous(key: bytes, candidate: Candidate) -> bytes:
     return blake2b(place, key=key[:64], digest_size=8).digest()
 
 
+def in_time(
+    scored: Sequence[Scored], left_s: float
+) -> tuple[list[Scored], list[tuple[str, Rejection]]]:
+    """Those whose first token would come within left_s, and the others as rejected."""
+    kept = [one for one in scored if one.first_token_s <= left_s]
+    late: list[tuple[str, Rejection]] = [
+        (one.candidate.node_id, "late") for one in scored if one.first_token_s > left_s
+    ]
+    return kept, late
+
+
+def late_retry_after_s(
+    scored: Sequence[Scored], deadline_s: float, parameters: RoutingParameters
+) -> float:
+    """When the best of them would meet the deadline if nothing else came: 0.5 to 30 s. The most,
+    where a prompt takes longer by itself."""
+    waits = [
+        one.first_token_s - deadline_s
+        for one in scored
+        if one.uncached_tokens / _rate(one.candidate, parameters) + one.fetch_s <= deadline_s
+    ]
+    return retry_within_bounds(min(waits, default=MAX_RETRY_S))
+
+
+def retry_within_bounds(wait_s: float) -> float:
+    """Advice is neither an invitation to knock without pause nor to go away."""
+    return min(MAX_RETRY_S, max(0.5, wait_s))
+
+
 def retry_after_s(candidates: Sequence[Candidate], parameters: RoutingParameters) -> float:
     """When the least loaded of the full nodes may have room again: 0.5 to 30 s."""
     waits = [one.backlog_tokens / _rate(one, parameters) for one in candidates]
-    return min(30.0, max(0.5, min(waits, default=1.0)))
+    return retry_within_bounds(min(waits, default=1.0))

@@ -1,4 +1,4 @@
-"""Keys for the operator: list, create, show, rename, revoke. A secret is in one answer only.
+"""Keys for the operator: list, create, show, change, revoke. A secret is in one answer only.
 
 Changes run on a connection of their own in a thread, because each waits for the disk; the
 gateway's own book of keys looks again before the answer goes out, so that it holds from then on.
@@ -11,17 +11,18 @@ from collections.abc import Callable
 from typing import Annotated, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gateway.admin.paging import After, Limit, read_cursor, write_cursor
 from gateway.api.exchange import Exchange
-from gateway.api.typed_input import decoded, read_query
+from gateway.api.typed_input import decoded, read_query, refuse_field
 from gateway.errors import GatewayError
 from gateway.ledger.files import KEYS_NAME, LedgerError
-from gateway.ledger.keys import MAX_NAME, Key, KeyRefused, Keys
+from gateway.ledger.keys import MAX_NAME, MAX_TTFT_DEADLINE_MS, Key, KeyRefused, Keys
 from gateway.services import Services
 
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+TtftDeadline = Annotated[int, Meta(ge=1, le=MAX_TTFT_DEADLINE_MS)]
 Done = TypeVar("Done")
 CODE_BY_REASON = {"invalid": "invalid_request", "taken": "key_exists", "unknown": "key_not_found"}
 
@@ -39,14 +40,19 @@ class KeyList(Struct, frozen=True):
 
 
 class NewKey(Struct, frozen=True, forbid_unknown_fields=True):
-    """Printable characters; no live key may have the name."""
+    """Printable characters; no live key may have the name. ttft_deadline_ms: requests whose first
+    token would come later are refused; None: as the gateway's settings say."""
 
     name: Name
     tenant: Name = "default"
+    ttft_deadline_ms: TtftDeadline | None = None
 
 
-class NewName(Struct, frozen=True, forbid_unknown_fields=True):
-    name: Name
+class KeyChange(Struct, frozen=True, forbid_unknown_fields=True):
+    """What is not there stays as it is."""
+
+    name: Name | UnsetType = UNSET
+    ttft_deadline_ms: TtftDeadline | UnsetType | None = UNSET
 
 
 class CreatedKey(Key, frozen=True, kw_only=True):
@@ -56,7 +62,7 @@ class CreatedKey(Key, frozen=True, kw_only=True):
 
 
 _new_key = msgspec.json.Decoder(NewKey).decode
-_new_name = msgspec.json.Decoder(NewName).decode
+_key_change = msgspec.json.Decoder(KeyChange).decode
 
 
 async def list_keys(services: Services, exchange: Exchange) -> None:
@@ -73,7 +79,10 @@ async def list_keys(services: Services, exchange: Exchange) -> None:
 async def create_key(services: Services, exchange: Exchange) -> None:
     """Create a key; its secret is in this answer and nowhere else."""
     new = decoded(exchange.body, _new_key, needs="a name")
-    key, secret = await change_keys(services, lambda keys: keys.create(new.name, new.tenant))
+    key, secret = await change_keys(
+        services,
+        lambda keys: keys.create(new.name, new.tenant, ttft_deadline_ms=new.ttft_deadline_ms),
+    )
     exchange.notes["key_id"] = key.key_id
     created = CreatedKey(**msgspec.structs.asdict(key), secret=secret)
     await exchange.reply_json(created, status=201, headers=[("cache-control", "no-store")])
@@ -85,11 +94,22 @@ async def show_key(services: Services, exchange: Exchange) -> None:
     await exchange.reply_json(await change_keys(services, lambda keys: keys.get(name)))
 
 
-async def rename_key(services: Services, exchange: Exchange) -> None:
-    """Give a live key another name; its id and its secret stay."""
-    new = decoded(exchange.body, _new_name, needs="a name")
+async def change_key(services: Services, exchange: Exchange) -> None:
+    """Give a live key another name or deadline of first tokens; its id and its secret stay."""
+    asked = decoded(exchange.body, _key_change, needs="a name or a ttft_deadline_ms")
+    if asked == KeyChange():
+        raise refuse_field("body", "nothing to change", "name, ttft_deadline_ms", "send one")
     name = exchange.parameters["key"]
-    await _answer(services, exchange, lambda keys: keys.rename(keys.get(name).key_id, new.name))
+
+    def change(keys: Keys) -> Key:
+        key = keys.get(name)
+        if asked.name is not UNSET:  # it may be taken, and then nothing is changed
+            key = keys.rename(key.key_id, asked.name)
+        if asked.ttft_deadline_ms is not UNSET:
+            key = keys.set_ttft_deadline(key.key_id, asked.ttft_deadline_ms)
+        return key
+
+    await _answer(services, exchange, change)
 
 
 async def revoke_key(services: Services, exchange: Exchange) -> None:

@@ -53,7 +53,8 @@ class RecentQuery(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CandidateAnswer(Struct, frozen=True):
-    """cost_s is the sum of the four terms behind it; see docs/admin.md."""
+    """cost_s is the sum of the four terms behind it; of the seconds to a first token, as far as
+    they are known, queue_s pass in the gateway's queue. See docs/admin.md."""
 
     node_id: str
     engine: int
@@ -70,6 +71,8 @@ class CandidateAnswer(Struct, frozen=True):
     tokens_per_s: float
     kv_share: float
     in_flight: int
+    queue_s: float
+    first_token_s: float
 
 
 class RejectionAnswer(Struct, frozen=True):
@@ -242,6 +245,8 @@ def _candidate(one: Scored, decision: Decision) -> CandidateAnswer:
         tokens_per_s=candidate.tokens_per_s,
         kv_share=candidate.kv_share,
         in_flight=candidate.in_flight,
+        queue_s=one.queue_s,
+        first_token_s=one.first_token_s,
     )
 
 

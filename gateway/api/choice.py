@@ -9,7 +9,7 @@ from typing import Literal, assert_never
 
 from msgspec import Struct
 
-from gateway.errors import GatewayError, fault
+from gateway.errors import GatewayError, fault, late_first_token
 from gateway.nodes.streams import Burst, Stream
 from gateway.text.deltas import Delta, Text
 from gateway.text.output import OutputText
@@ -101,6 +101,8 @@ class Choice:
                     failure = fault("aborted")
                 case Finished():
                     failure = fault("engine_error")
+                case Failed(code="ttft_missed"):
+                    failure = late_first_token(None, stream.retry_after_s or 1.0)
                 case Failed(code=code):
                     failure = fault(code)
                 case never:

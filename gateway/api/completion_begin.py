@@ -18,6 +18,7 @@ from gateway.api.sampling_request import SamplingRequest
 from gateway.api.time_limit import TimeLimit
 from gateway.api.tools_request import NO_TOOLS, ToolsRequest
 from gateway.errors import KINDS, GatewayError
+from gateway.ledger.keys import Key
 from gateway.ledger.rows import LedgerFull
 from gateway.nodes.streams import Dispatch
 from gateway.nodes.views import ServedModel
@@ -100,6 +101,7 @@ async def begin(
     for source in signal.ignored:
         services.metrics.count("kagari_affinity_ignored", source=source)
     session = session_key(key.tenant, served, signal)
+    ttft_deadline_s = _ttft_left_s(services, exchange, key) if len(prompts) == 1 else None
     parts: list[Part] = []
     for number, (prompt, max_tokens) in enumerate(zip(prompts, limits, strict=True)):
         dispatch = make_dispatch(
@@ -113,6 +115,7 @@ async def begin(
             session=session,
             max_tokens=max_tokens,
             retention_s=retention.seconds,
+            ttft_deadline_s=ttft_deadline_s,
         )
         choices = [
             Choice(
@@ -178,6 +181,7 @@ def make_dispatch(
     session: bytes | None,
     max_tokens: int,
     retention_s: float | None = None,
+    ttft_deadline_s: float | None = None,
 ) -> Dispatch:
     """What the fleet must know of one prompt."""
     info, text = served.info, served.text
@@ -206,6 +210,7 @@ def make_dispatch(
         n=sampling.n,
         compute=info.compute,
         retention_s=retention_s,
+        ttft_deadline_s=ttft_deadline_s,
     )
 
 
@@ -235,6 +240,17 @@ async def tokenised(
             allowed=error.allowed,
             remedy=error.remedy,
         ) from None
+
+
+def _ttft_left_s(services: Services, exchange: Exchange, key: Key) -> float | None:
+    """Until the first token has to come; of one prompt, for of several some may be answered while
+    others wait, and what is answered is not given up."""
+    limit_ms = key.ttft_deadline_ms
+    if limit_ms is None:
+        limit_ms = services.config.limits.ttft_deadline_ms
+    if limit_ms is None:
+        return None
+    return max(0.001, exchange.started + limit_ms / 1000.0 - time.monotonic())
 
 
 def _max_tokens(services: Services, served: ServedModel, prompt: Prompt, asked: int | None) -> int:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from gateway.api.booking import open_row, tell_completion
 from gateway.api.choice import Choice, Turn
 from gateway.api.exchange import Exchange
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, late_first_token
 from gateway.ledger.keys import Key
 from gateway.ledger.rows import Attempt, Ending, Quality, Settlement
-from gateway.nodes.fleet import NoCapacity, NoNode, OldNodes
+from gateway.nodes.fleet import NoCapacity, NoNode, OldNodes, TooLate
 from gateway.nodes.streams import Dispatch, Stream, Waiter
 from gateway.services import Services
 from policies.contract.wire import EngineInfo, Usage
@@ -262,6 +262,7 @@ class CompletionRun:
         tell_completion(
             self.services.metrics, self.model, status, usage, self._tiers(), ttft_s, first.path
         )
+        self.services.metrics.observe("kagari_queue_seconds", first.waited_s, model=self.model)
         self.exchange.notes.update(
             node=first.node_id,
             prefill_node=first.prefill_node,
@@ -273,6 +274,7 @@ class CompletionRun:
             finish="+".join(sorted({choice.reason or status for choice in self.choices})),
             ttft_s=None if ttft_s is None else round(ttft_s, 4),
             queue_s=round(first.queue_s, 4),
+            waited_s=round(first.waited_s, 4),
             served_s=round(ended - self.exchange.started, 4),
         )
 
@@ -290,6 +292,8 @@ def _held(info: EngineInfo) -> str:
 
 
 def _no_place(refusal: NoCapacity | NoNode) -> GatewayError:
+    if isinstance(refusal, TooLate):
+        return late_first_token(refusal.first_token_s, refusal.retry_after_s)
     if isinstance(refusal, NoCapacity):
         return GatewayError(
             "capacity_exceeded",

@@ -70,6 +70,15 @@ async def metrics(services: Services, exchange: Exchange) -> None:
         board.reach("kagari_split", total, outcome=outcome)
     for code, total in services.fleet.pairs.failures.items():
         board.reach("kagari_split_failures", total, code=code)
+    for gauge in ("kagari_queued_requests", "kagari_queued_tokens"):
+        board.clear(gauge)
+    for node in nodes:
+        for engine in node.engines:
+            place = {"node": node.node_id, "model": engine.info.model}
+            board.set("kagari_queued_requests", engine.queued_requests, **place)
+            board.set("kagari_queued_tokens", engine.queued_tokens, **place)
+    for reason, total in services.fleet.queues.sheds.items():
+        board.reach("kagari_queue_sheds", total, reason=reason)
     if services.upstreams is not None:
         tell_servers(board, services.upstreams.views())
     await exchange.reply(200, board.text(), content_type="text/plain; version=0.0.4; charset=utf-8")

@@ -86,13 +86,20 @@ def keys_create(
     context: typer.Context,
     name: str,
     tenant: Annotated[str, typer.Option(help="Who is billed and limited.")] = "default",
+    ttft_deadline_ms: Annotated[
+        int | None,
+        typer.Option(help="Refuse requests whose first token would come later than this."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Create a key; its secret is shown this once."""
     from gateway.cli.admin_tables import show_new_key
 
     admin: Admin = context.obj()
-    made = admin.ask("POST", "/keys", body={"name": name, "tenant": tenant})
+    body: dict[str, Any] = {"name": name, "tenant": tenant}
+    if ttft_deadline_ms is not None:
+        body["ttft_deadline_ms"] = ttft_deadline_ms
+    made = admin.ask("POST", "/keys", body=body)
     admin.show(made, show_new_key, as_json=as_json)
 
 
@@ -113,6 +120,23 @@ def keys_rename(context: typer.Context, key: str, name: str, as_json: AsJson = F
     admin: Admin = context.obj()
     renamed = admin.ask("PATCH", "/keys", key, body={"name": name})
     admin.show(renamed, show_key, as_json=as_json)
+
+
+@keys_app.command("deadline")
+def keys_deadline(
+    context: typer.Context,
+    key: str,
+    ttft_deadline_ms: Annotated[
+        int | None, typer.Argument(help="Milliseconds to the first token; leave it out for none.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Refuse a key's requests whose first token would come later; without a number: never."""
+    from gateway.cli.admin_tables import show_key
+
+    admin: Admin = context.obj()
+    body = {"ttft_deadline_ms": ttft_deadline_ms}
+    admin.show(admin.ask("PATCH", "/keys", key, body=body), show_key, as_json=as_json)
 
 
 @keys_app.command("revoke")

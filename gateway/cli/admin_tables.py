@@ -15,10 +15,12 @@ TROUBLES = ("corrupt_pages", "timeouts")  # of a tier
 
 
 def show_keys(keys: Sequence[Any]) -> None:
-    table = plain_table("id", "name", "tenant", "created", "revoked")
+    table = plain_table("id", "name", "tenant", "created", "revoked", "TTFT ms")
     for key in keys:
         moments = when(key["created_at"]), when(key["revoked_at"])
-        table.add_row(key["key_id"], key["name"], key["tenant"], *moments)
+        limit = key["ttft_deadline_ms"]
+        shown = "-" if limit is None else f"{limit:,}"
+        table.add_row(key["key_id"], key["name"], key["tenant"], *moments, shown)
     print_table(table)
 
 
@@ -115,6 +117,7 @@ def show_nodes(nodes: Sequence[Any]) -> None:
             "waiting",
             "running",
             "backlog",
+            "queued",
             "pages held",
             "cached",
             "free",
@@ -151,6 +154,7 @@ def _engine_cells(engine: Any) -> tuple[str, ...]:
         report.get("state", "-"),
         *(str(report.get(name, "-")) for name in names),
         str(engine["backlog_tokens"]),
+        str(engine["queued_requests"]),
         *(str(report.get(name, "-")) for name in pages),
         str(engine["resident_pages"]),
         str(report.get("pages_pinned", "-")),
@@ -178,7 +182,7 @@ def show_explanation(told: Any) -> None:
         )
         table = plain_table(
             "", "node", "engine", *(term.removesuffix("_s") for term in terms), "hit", "uncached",
-            "ahead", "in flight",
+            "ahead", "in flight", "queue", "first token",
         )  # fmt: skip
         for one in decision["candidates"]:
             table.add_row(
@@ -190,6 +194,7 @@ def show_explanation(told: Any) -> None:
                 f"{one['uncached_tokens']:,}",
                 f"{one['backlog_tokens']:,}",
                 str(one["in_flight"]),
+                *(f"{one[term]:.3f}" for term in ("queue_s", "first_token_s")),
             )
         print_table(table)
         for one in decision["rejected"]:

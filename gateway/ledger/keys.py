@@ -28,6 +28,7 @@ SECRET_PREFIX = "kg-"
 SECRET_BYTES = 32
 MIN_LITERAL = 16
 MAX_NAME = 64
+MAX_TTFT_DEADLINE_MS = 3_600_000
 LOOK_EVERY_S = 0.5
 MIGRATIONS = (
     (
@@ -42,8 +43,9 @@ MIGRATIONS = (
         "CREATE UNIQUE INDEX live_names ON keys (name) WHERE revoked_at IS NULL",
     ),
     ("CREATE INDEX keys_by_age ON keys (created_at, key_id)",),
+    ("ALTER TABLE keys ADD COLUMN ttft_deadline_ms INTEGER",),
 )
-COLUMNS = "key_id, name, tenant, created_at, revoked_at"
+COLUMNS = "key_id, name, tenant, created_at, revoked_at, ttft_deadline_ms"
 
 log = structlog.get_logger("kagari.keys")
 
@@ -66,13 +68,18 @@ class KeyRefused(ValueError):
 
 
 class Key(Struct, frozen=True):
-    """A key without its secret, of which only a digest is kept. Times are wall seconds."""
+    """A key without its secret, of which only a digest is kept. Times are wall seconds.
+
+    ttft_deadline_ms: a request whose first token would come later is refused; None: as
+    `limits.ttft_deadline_ms` says.
+    """
 
     key_id: str
     name: str
     tenant: str
     created_at: float
     revoked_at: float | None = None
+    ttft_deadline_ms: int | None = None
 
 
 class Keys:
@@ -99,15 +106,25 @@ class Keys:
             self._connection.close()
             raise
 
-    def create(self, name: str, tenant: str = "default") -> tuple[Key, str]:
+    def create(
+        self, name: str, tenant: str = "default", *, ttft_deadline_ms: int | None = None
+    ) -> tuple[Key, str]:
         """A new key and its secret, which nobody can show again. The name must not be in use."""
         _check_text("name", name, at_least=1)
         _check_text("tenant", tenant, at_least=1)
+        _check_deadline(ttft_deadline_ms)
         secret = SECRET_PREFIX + secrets.token_urlsafe(SECRET_BYTES)
-        key = Key(f"key_{secrets.token_hex(8)}", name, tenant, time.time())
+        key = Key(
+            f"key_{secrets.token_hex(8)}",
+            name,
+            tenant,
+            time.time(),
+            ttft_deadline_ms=ttft_deadline_ms,
+        )
         self._change(
-            "INSERT INTO keys VALUES (?, ?, ?, ?, ?, NULL) RETURNING " + COLUMNS,
-            (key.key_id, key.name, key.tenant, _digest(secret), key.created_at),
+            "INSERT INTO keys (key_id, name, tenant, digest, created_at, ttft_deadline_ms)"
+            " VALUES (?, ?, ?, ?, ?, ?) RETURNING " + COLUMNS,
+            (key.key_id, name, tenant, _digest(secret), key.created_at, ttft_deadline_ms),
             name=name,
         )
         return key, secret
@@ -144,6 +161,19 @@ class Keys:
             f"UPDATE keys SET name = ? WHERE revoked_at IS NULL AND key_id = ? RETURNING {COLUMNS}",
             (name, key_id),
             name=name,
+        )
+        if changed is None:
+            raise _unknown(key_id)
+        return changed
+
+    def set_ttft_deadline(self, key_id: str, milliseconds: int | None) -> Key:
+        """Of a live key, for requests that come from now on, in other processes within a second."""
+        _check_deadline(milliseconds)
+        changed = self._change(
+            "UPDATE keys SET ttft_deadline_ms = ? WHERE revoked_at IS NULL AND key_id = ?"
+            f" RETURNING {COLUMNS}",
+            (milliseconds, key_id),
+            name=key_id,
         )
         if changed is None:
             raise _unknown(key_id)
@@ -228,7 +258,7 @@ class Keys:
     def _load(self) -> None:
         self._look_at = self._clock() + LOOK_EVERY_S
         rows = self._connection.execute(
-            "SELECT digest, key_id, name, tenant, created_at FROM keys WHERE revoked_at IS NULL"
+            f"SELECT digest, {COLUMNS} FROM keys WHERE revoked_at IS NULL"
         )
         self._key_by_digest = {digest: Key(*rest) for digest, *rest in rows}
 
@@ -250,6 +280,17 @@ def _check_text(field: str, text: str, *, at_least: int, at_most: int = MAX_NAME
             + ("" if text.isprintable() else ", some of them not printable"),
             allowed=f"{at_least} to {at_most} printable characters",
             remedy=f"choose another {field}",
+        )
+
+
+def _check_deadline(milliseconds: int | None) -> None:
+    if milliseconds is not None and not 1 <= milliseconds <= MAX_TTFT_DEADLINE_MS:
+        raise KeyRefused(
+            "invalid",
+            "ttft_deadline_ms",
+            found=str(milliseconds),
+            allowed=f"1 to {MAX_TTFT_DEADLINE_MS} milliseconds, or none",
+            remedy="choose another deadline",
         )
 
 

@@ -23,11 +23,13 @@ from gateway.nodes.greeting import MAX_ENGINES, find_problem, refuse_hello
 from gateway.nodes.legs import Leg
 from gateway.nodes.node import LOST_AFTER_S, SUSPECT_AFTER_S, Node
 from gateway.nodes.outbox import OUTBOX_BYTES, Outbox
-from gateway.nodes.pairs import RETRYABLE, TRANSFER_CODES, Pairs, Seat
+from gateway.nodes.pairs import RETRYABLE, TRANSFER_CODES, Pairs, Plan, Seat
 from gateway.nodes.placement import Choice, Placement
 from gateway.nodes.placement import NoCapacity as NoCapacity  # what dispatch raises is ours too
 from gateway.nodes.placement import NoNode as NoNode
 from gateway.nodes.placement import OldNodes as OldNodes
+from gateway.nodes.placement import TooLate as TooLate
+from gateway.nodes.queued import Queued, Queues
 from gateway.nodes.served import ServedModels
 from gateway.nodes.session import Session
 from gateway.nodes.streams import Dispatch, Flow, Lane, Stream, Try, Waiter
@@ -56,8 +58,9 @@ from policies.contract.wire import (
 )
 from policies.pairing import PairingParameters, SplitMode
 from policies.pairing import parse_parameters as parse_pairing
+from policies.queue import QueueBounds
 from policies.residency import event_keys
-from policies.routing import RoutingParameters, RoutingPolicy, parse_parameters
+from policies.routing import RoutingParameters, RoutingPolicy, parse_parameters, retry_within_bounds
 
 log = structlog.get_logger("kagari.nodes")
 
@@ -98,7 +101,8 @@ class FleetConfig:
     policy: RoutingPolicy = RoutingPolicy.COST
     parameters: RoutingParameters = field(default_factory=default_parameters)
     default_models: tuple[str, ...] = ()
-    max_in_flight: int = 256  # sequences of this gateway on one node
+    max_in_flight: int = 256  # sequences of this gateway on one node, queued ones too
+    queue: QueueBounds = field(default_factory=QueueBounds)  # of each engine
     outbox_bytes: int = OUTBOX_BYTES
     split: SplitMode = SplitMode.AUTO
     pairing: PairingParameters = field(default_factory=default_pairing)
@@ -144,6 +148,9 @@ class Fleet:
             config.pairing.roles if config.moves_roles else None,
             routing.fallback_tokens_per_s,
         )
+        self.queues = Queues(
+            routing.fallback_tokens_per_s, self._send_queued, self._placement.uncached_tokens
+        )
         self._known_requests: OrderedDict[str, None] = OrderedDict()
         self._orphans: deque[Flow] = deque()
         self._ticked_at = clock()
@@ -161,15 +168,19 @@ class Fleet:
     # --- requests ---------------------------------------------------------------------------------
 
     def dispatch(self, dispatch: Dispatch, waiter: Waiter | None = None) -> Stream:
-        """Choose a node and submit. Raises NoNode or NoCapacity; then nothing was changed.
+        """Choose a node and submit, or queue for it. Raises NoNode, NoCapacity or TooLate; then
+        nothing was changed.
 
         waiter: one that several streams share, so that their owner waits for all of them.
         """
         now = self._clock()
-        keys = event_keys(dispatch.page_keys)
-        flow = Flow(dispatch, keys, now + dispatch.deadline_s, waiter)
+        flow = Flow(dispatch, event_keys(dispatch.page_keys), now, waiter)
         self._placement.find_home(flow, now)
-        self._place(flow, now)
+        try:
+            self._place(flow, now)
+        except NoCapacity as refusal:
+            self.queues.sheds["ttft" if isinstance(refusal, TooLate) else "full"] += 1
+            raise
         self._known_requests[dispatch.request_id] = None
         if len(self._known_requests) > MAX_KNOWN_REQUESTS:
             self._known_requests.popitem(last=False)
@@ -177,41 +188,61 @@ class Fleet:
 
     def _place(self, flow: Flow, now: float) -> None:
         plan = self.pairs.plan(flow, now, is_last=flow.attempt + 1 >= MAX_ATTEMPTS)
+        self._take_place(flow, plan, now)
+
+    def _take_place(self, flow: Flow, plan: Plan, now: float) -> None:
+        """Count it there, and send it at once if nothing waits for that engine and it has room."""
         seat, prefill = plan.seat, plan.prefill
-        session = seat.node.session
-        assert session is not None  # its state is ready
         flow.attempt += 1
         if prefill is None:
             flow.tries.append(Try(seat.node.node_id, plan.choice.path))
         else:
             source = prefill.node.node_id, prefill.engine.info
             flow.tries.append(Try(seat.node.node_id, plan.choice.path, *source))
+            flow.leg = Leg(flow, prefill.node.node_id)
         flow.cached_tokens = None
         flow.cached_by_tier = {}
         flow.prompt_logprobs = []
-        seat.engine.credit(flow, seat.uncached_tokens)
         seat.engine.seat(flow)
-        session.submit(flow, seat.engine.info.engine, flow.deadline - now, seat.transfer)
-        if prefill is not None:
-            self._begin_leg(flow, prefill, now)
+        goes_now = self.queues.has_room(prefill or seat, now)
+        if goes_now or prefill is not None:  # decode computes nothing of a split one
+            seat.engine.credit(flow, seat.uncached_tokens)
+        if goes_now:
+            if prefill is not None and flow.leg is not None:
+                prefill.engine.credit(flow.leg, prefill.uncached_tokens)
+            self._send(flow, seat, prefill, now)
+        else:
+            fetch_s = (prefill or seat).fetch_s
+            queued = Queued(flow, seat, prefill, fetch_s, now)
+            self.queues.add(queued, arrived_at=flow.arrived_at)
         pairing = plan.choice.pairing
         if pairing is not None and pairing.reason != "short":
             self._balance.prompt_tokens += pairing.uncached_tokens
         self._placement.settle(flow, plan.choice, now)
 
-    def _begin_leg(self, flow: Flow, prefill: Seat, now: float) -> None:
-        """Decode was told first, so that it usually knows who comes."""
+    def _send(self, flow: Flow, seat: Seat, prefill: Seat | None, now: float) -> None:
+        """Decode is told first, so that it usually knows who comes."""
+        session = seat.node.session
+        assert session is not None  # its state is ready
+        left_s = max(0.001, flow.deadline - now)
+        session.submit(flow, seat.engine.info.engine, left_s, seat.transfer)
+        if prefill is None:
+            return
         session = prefill.node.session
         assert session is not None  # as above
+        assert flow.leg is not None
         assert prefill.transfer is not None
-        flow.leg = leg = Leg(flow, prefill.node.node_id)
-        prefill.engine.credit(leg, prefill.uncached_tokens)
-        engine = prefill.engine.info.engine
-        session.submit_leg(leg, engine, flow.deadline - now, prefill.transfer)
+        session.submit_leg(flow.leg, prefill.engine.info.engine, left_s, prefill.transfer)
+
+    def _send_queued(self, queued: Queued, now: float) -> None:
+        flow = queued.flow
+        flow.waited_s += now - queued.since
+        self._send(flow, queued.seat, queued.prefill, now)
 
     def explain(self, dispatch: Dispatch) -> Choice:
         """Where it would go now; nothing is sent or changed. Raises NoNode or NoCapacity."""
-        flow, now = Flow(dispatch, event_keys(dispatch.page_keys), 0.0), self._clock()
+        now = self._clock()
+        flow = Flow(dispatch, event_keys(dispatch.page_keys), now)
         self._placement.find_home(flow, now)
         return self.pairs.plan(flow, now, is_last=False).choice
 
@@ -228,6 +259,7 @@ class Fleet:
                 if lane.end is None:
                     end = Finished(lane.number, "abort", flow.usage(lane.produced))
                     self._end(lane, end)
+            self._pump()
 
     def finish(self, lane: Lane, keep: int) -> None:
         """Stream.finish."""
@@ -235,12 +267,21 @@ class Fleet:
             assert lane.flow.session is not None  # a flow that has not ended has a place
             lane.flow.session.finish(lane, keep)
             self._end(lane, Finished(lane.number, "stop", lane.flow.usage(keep)))
+            self._pump()
+
+    def _pump(self) -> None:
+        """What has room now is sent now."""
+        if self.queues:
+            self.queues.pump(self._clock())
 
     def orphaned(self, flow: Flow) -> None:
         """A Stream was collected unended, in whatever thread: the next tick aborts its flow."""
         self._orphans.append(flow)
 
     def _stop(self, flow: Flow) -> None:
+        if flow.queued is not None:
+            flow.waited_s += self._clock() - flow.queued.what.since
+            self.queues.remove(flow)
         if flow.session is not None:
             flow.session.abort(flow)
         if flow.leg is not None:
@@ -313,7 +354,7 @@ class Fleet:
             log.warning("node_refused", node=hello.node_id, code=refused.code)
             return refused
         now = self._clock()
-        node = self._node_by_id.setdefault(hello.node_id, Node(hello.node_id))
+        node = self._node_by_id.setdefault(hello.node_id, Node(hello.node_id, self.config.queue))
         if node.session is not None:
             self.detach(node.session, "replaced by a newer link of the same node")
         outbox = Outbox(self.config.outbox_bytes)
@@ -369,6 +410,8 @@ class Fleet:
             self._fault(flow, "node_lost", message, now)
         for leg in legs:
             self._leg_failed(leg, "node_lost", message, now)
+        self._move_queued(node, now)
+        self._pump()
 
     def receive(self, session: Session, frame: bytes) -> None:
         """One frame of a node. What cannot be read is counted and skipped, the link stays."""
@@ -384,6 +427,8 @@ class Fleet:
             self._on_step(node, session, message)
         else:
             self._on_rare(node, session, message)
+        if self.queues:
+            self.queues.pump(self._clock())
 
     def _on_rare(self, node: Node, session: Session, message: wire.NodeToGateway) -> None:
         self._served.forget()
@@ -404,6 +449,7 @@ class Fleet:
                 self._on_engines_changed(node, session, engines)
             case Draining():
                 node.draining_itself = True
+                self._move_queued(node, self._clock())
             case PinResult() | PurgeResult():
                 self._on_order_result(node.node_id, message)
             case _:  # a second Hello
@@ -458,6 +504,7 @@ class Fleet:
             return
         node.set_engines(engines)
         self._welcome(node, session)
+        self._move_queued(node, self._clock())
 
     def _on_page_events(self, engine: Engine, session: Session, frame: PageEvents) -> None:
         lost = engine.residency.apply(frame)
@@ -470,7 +517,7 @@ class Fleet:
     def _on_report(self, node: Node, session: Session, report: Report) -> None:
         now = self._clock()
         for engine, load in node.take_report(report, now):
-            engine.take_report(load)
+            engine.take_report(load, now)
             if load.state != "down":
                 continue
             message = f"an engine of {node.node_id} went down"
@@ -478,6 +525,7 @@ class Fleet:
                 self._fault(flow, "engine_lost", message, now)
             for leg in [one for one in session.legs.values() if one.engine is engine]:
                 self._leg_failed(leg, "engine_lost", message, now)
+        self._move_queued(node, now)
 
     def _on_bundle_part(self, node: Node, session: Session, part: BundlePart) -> None:
         assembly = session.assemblies.get(part.digest)
@@ -508,6 +556,8 @@ class Fleet:
             self._tick_node(node, now)
         while self._orphans:
             self.abort(self._orphans.popleft())
+        if self.queues:
+            self._tick_queued(now)
         self._balance.tick(now)
 
     def _tick_node(self, node: Node, now: float) -> None:
@@ -524,6 +574,90 @@ class Fleet:
             node.suspect = True
             self._served.forget()
             log.warning("node_suspect", node=node.node_id)
+            self._move_queued(node, now)
+
+    # --- what is queued ---------------------------------------------------------------------------
+
+    def _tick_queued(self, now: float) -> None:
+        """Give up what is late, move what would be late here, and send what has room."""
+        for entry in self.queues.entries():
+            flow = entry.what.flow
+            if flow.queued is not entry:  # it moved meanwhile
+                continue
+            if flow.deadline <= now:
+                self.queues.sheds["deadline"] += 1
+                self._fail(flow, "deadline_exceeded", "its deadline passed in the gateway's queue")
+            elif flow.ttft_by is not None:
+                first_token_s = self.queues.first_token_s(entry, now, flow.ttft_by - now)
+                if now + first_token_s > flow.ttft_by:
+                    self._spill(flow, first_token_s, now)
+        self.queues.tick(now)
+
+    def _spill(self, flow: Flow, first_token_s: float, now: float) -> None:
+        """Its first token would be late here: to another engine, else away before it costs any."""
+        refusal = self._replace(flow, now)
+        if refusal is None:
+            return
+        self.queues.sheds["ttft_queued"] += 1
+        if isinstance(refusal, TooLate):
+            flow.retry_after_s = refusal.retry_after_s
+        else:
+            limit_s = flow.dispatch.ttft_deadline_s or 0.0
+            flow.retry_after_s = retry_within_bounds(first_token_s - limit_s)
+        self._fail(flow, "ttft_missed", f"first token in {first_token_s:.3g} s; {refusal}")
+
+    def _move_queued(self, node: Node, now: float) -> None:
+        """A node changed: what is queued for it goes elsewhere if it serves no more."""
+        if not node.num_queued:
+            return
+        for entry in self.queues.entries():
+            flow, queued = entry.what.flow, entry.what
+            if flow.queued is not entry or node not in queued.nodes:
+                continue
+            for seat in (queued.seat, queued.prefill):
+                if seat is None or seat.node is not node:
+                    continue
+                why = self._unfit(seat)
+                if why is not None:
+                    self._leave_place(flow, *why, now=now)
+                    break
+
+    def _unfit(self, seat: Seat) -> tuple[str | None, str] | None:
+        """Why nothing is sent there now; without a code it may be again."""
+        node, engine = seat.node, seat.engine
+        if node.session is None:
+            return "node_lost", f"node {node.node_id} was lost"
+        if node.engine_by_index.get(engine.info.engine) is not engine or not engine.ready:
+            return "engine_lost", f"an engine of {node.node_id} went down"
+        if node.drained_by_operator or node.draining_itself:
+            return "node_draining", f"node {node.node_id} drains"
+        if node.suspect or node.role.is_switching:
+            return None, f"node {node.node_id} is suspect or changes its role"
+        return None
+
+    def _leave_place(self, flow: Flow, code: str | None, why: str, *, now: float) -> None:
+        refusal = self._replace(flow, now)
+        if refusal is None:
+            log.info("requeued", request_id=flow.dispatch.request_id, why=why)
+        elif code is not None:
+            self._fail(flow, code, f"{why}; {refusal}")
+
+    def _replace(self, flow: Flow, now: float) -> NoNode | NoCapacity | None:
+        """Another place for what was sent to none, so the old one counts as no attempt. A refusal
+        leaves it where it is."""
+        last = flow.tries.pop()
+        flow.attempt -= 1
+        try:
+            plan = self.pairs.plan(flow, now, is_last=flow.attempt + 1 >= MAX_ATTEMPTS)
+        except (NoNode, NoCapacity) as refusal:
+            flow.tries.append(last)
+            flow.attempt += 1
+            return refusal
+        self._stop(flow)
+        if flow.engine is not None:
+            flow.engine.leave(flow)
+        self._take_place(flow, plan, now)
+        return None
 
     # --- operators --------------------------------------------------------------------------------
 
@@ -532,6 +666,9 @@ class Fleet:
         node = self._known(node_id)
         node.drained_by_operator = drain
         self._served.forget()
+        if drain:
+            self._move_queued(node, self._clock())
+            self._pump()
         if node.session is not None:
             node.session.outbox.send_urgent(wire.encode(wire.Drain(drain)))
 
@@ -542,6 +679,8 @@ class Fleet:
         if node.wire_version < wire.SPLIT_VERSION:
             raise OldNode(f"node {node_id} speaks wire version {node.wire_version}")
         node.role.ask(role, self._clock())
+        self._move_queued(node, self._clock())
+        self._pump()
 
     def _known(self, node_id: str) -> Node:
         node = self._node_by_id.get(node_id)

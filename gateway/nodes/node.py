@@ -9,6 +9,7 @@ from gateway.nodes.roles import NodeRole
 from gateway.nodes.session import Session
 from policies.contract import wire
 from policies.contract.wire import EngineInfo, EngineReport, Hello, NodeState, Report
+from policies.queue import QueueBounds
 
 SUSPECT_AFTER_S = 5.0  # without a report: out of routing
 LOST_AFTER_S = 7.0  # without a report: its sequences fail
@@ -18,8 +19,10 @@ Work = Literal["whole", "prefill"]  # a request, or the first half of a split on
 class Node:
     """Survives its links: a node that reconnects within the same epoch keeps its pages' book."""
 
-    def __init__(self, node_id: str) -> None:
+    def __init__(self, node_id: str, queue_bounds: QueueBounds | None = None) -> None:
         self.node_id = node_id
+        self.num_queued = 0  # sequences that were placed here and are not sent yet
+        self._queue_bounds = queue_bounds or QueueBounds()
         self.role = NodeRole()
         self.epoch = -1
         self.software = ""
@@ -57,7 +60,9 @@ class Node:
         for info in infos:
             old = before.get(info.engine)
             kept = old is not None and old.info == info
-            self.engine_by_index[info.engine] = old if kept and old is not None else Engine(info)
+            self.engine_by_index[info.engine] = (
+                old if kept and old is not None else Engine(info, self._queue_bounds)
+            )
 
     def take_report(self, report: Report, now: float) -> list[tuple[Engine, EngineReport]]:
         """The engines it speaks of; empty when it is stale (another epoch, or out of order)."""

@@ -12,7 +12,7 @@ import msgspec
 from gateway.nodes.engines import Engine
 from gateway.nodes.node import Node
 from gateway.nodes.pair_faults import PairFaults
-from gateway.nodes.placement import Choice, NoCapacity, NoNode, Placement, stores
+from gateway.nodes.placement import Choice, NoCapacity, NoNode, Placement, TooLate, stores
 from gateway.nodes.streams import Flow
 from policies.contract import wire
 from policies.contract.wire import Failed, Finished
@@ -48,6 +48,7 @@ class Seat:
     engine: Engine
     uncached_tokens: int
     transfer: bytes | None = None
+    fetch_s: float = 0.0  # of what slower tiers hold of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +83,14 @@ class Pairs:
         self._faults = PairFaults()
 
     def plan(self, flow: Flow, now: float, *, is_last: bool) -> Plan:
-        """Raises NoNode or NoCapacity. is_last: no other attempt will follow, so it is no split."""
-        decision = self._placement.decide(flow)
+        """Raises NoNode, NoCapacity or TooLate. is_last: no other attempt will follow, so it is no
+        split."""
         if all(
             [node.role.current == "mixed" for node in self._node_by_id.values() if node.session]
         ):
+            decision = self._placement.decide(flow, now)
             return Plan(Choice("mixed", decision), self._seat(decision.chosen))
+        decision = self._placement.decide(flow, now, may_be_late=True)
         sampling = flow.dispatch.sampling
         wanted = Wanted(
             prompt_tokens=len(flow.dispatch.prompt),
@@ -99,9 +102,42 @@ class Pairs:
         if (why := keep_whole(wanted, self._mode)) is not None:
             pairing = Pairing(why, uncached_tokens=decision.chosen.uncached_tokens)
         else:
-            pairing, prefill = self._pair(flow, wanted, decision, now)
-            if prefill is not None and pairing.decoder is not None:
-                return self._split(decision, prefill, pairing, pairing.decoder)
+            pairing, prefill = self._pair(flow, wanted, decision, now, self._mode)
+        if flow.ttft_by is not None:
+            return self._plan_in_time(flow, wanted, decision, pairing, prefill, now)
+        if prefill is not None and pairing.decoder is not None:
+            return self._split(decision, prefill, pairing, pairing.decoder)
+        return self._bypass(flow, decision, pairing, prefill)
+
+    def _plan_in_time(
+        self,
+        flow: Flow,
+        wanted: Wanted,
+        decision: Decision,
+        pairing: Pairing,
+        prefill: Decision | None,
+        now: float,
+    ) -> Plan:
+        """Whole or by a pair as it was weighed where that is in time, else the other of the two.
+
+        The decision of the whole may be a late one; that of the prefill is not.
+        """
+        if prefill is not None and pairing.decoder is not None:
+            return self._split(decision, prefill, pairing, pairing.decoder)
+        try:
+            whole = self._placement.decide(flow, now)
+        except TooLate:
+            if keep_whole(wanted, self._mode) is not None:
+                raise
+            pairing, prefill = self._pair(flow, wanted, decision, now, SplitMode.ALWAYS)
+            if prefill is None or pairing.decoder is None:
+                raise
+            return self._split(decision, prefill, pairing, pairing.decoder)
+        return self._bypass(flow, whole, pairing, prefill)
+
+    def _bypass(
+        self, flow: Flow, decision: Decision, pairing: Pairing, prefill: Decision | None
+    ) -> Plan:
         for one in decision.scored:
             if one.candidate.node_id == flow.stays_on:
                 decision = _moved(decision, one)
@@ -143,11 +179,12 @@ class Pairs:
             self.outcomes["left" if isinstance(end, Finished) else "failed"] += 1
 
     def _pair(
-        self, flow: Flow, wanted: Wanted, decision: Decision, now: float
+        self, flow: Flow, wanted: Wanted, decision: Decision, now: float, mode: SplitMode
     ) -> tuple[Pairing, Decision | None]:
+        """No pair is one that would be too late."""
         whole = self._computing(decision.chosen)
         try:
-            prefill = self._placement.decide(flow, "prefill")
+            prefill = self._placement.decide(flow, now, "prefill")
         except (NoNode, NoCapacity):
             return Pairing("no_pair", uncached_tokens=whole.uncached_tokens), None
         source = self._engine(prefill.chosen).info
@@ -157,7 +194,7 @@ class Pairs:
             if self._can_decode(one, prefill.chosen, now)
         ]
         computing = self._computing(prefill.chosen)
-        return pair(wanted, whole, computing, decoders, self._mode, self._parameters), prefill
+        return pair(wanted, whole, computing, decoders, mode, self._parameters), prefill
 
     def _can_decode(self, one: Scored, prefill: Scored, now: float) -> bool:
         """Whether pages of prefill mean the same there, in whatever precision, and get there."""
@@ -197,7 +234,8 @@ class Pairs:
         )
 
     def _seat(self, one: Scored) -> Seat:
-        return Seat(self._node_by_id[one.candidate.node_id], self._engine(one), one.uncached_tokens)
+        node = self._node_by_id[one.candidate.node_id]
+        return Seat(node, self._engine(one), one.uncached_tokens, fetch_s=one.fetch_s)
 
     def _engine(self, one: Scored) -> Engine:
         candidate = one.candidate

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gateway.nodes.engines import Engine
 from gateway.nodes.node import Node, Work
@@ -13,6 +14,7 @@ from gateway.nodes.streams import FleetPath, Flow
 from policies.contract.wire import Tier
 from policies.homes import Homes
 from policies.pairing import Pairing
+from policies.queue import Entry
 from policies.residency import TIERS
 from policies.routing import (
     Candidate,
@@ -21,8 +23,12 @@ from policies.routing import (
     Rejection,
     RoutingParameters,
     RoutingPolicy,
+    Scored,
     Wanted,
     filter_candidates,
+    hit_tokens,
+    in_time,
+    late_retry_after_s,
     pick,
     pick_in_turn,
     retry_after_s,
@@ -56,6 +62,28 @@ class NoCapacity(Exception):
         self.model = model
         self.rejected = rejected
         self.retry_after_s = retry_after_s
+
+
+class TooLate(NoCapacity):
+    """Nodes have room, but the first token of none would come within the request's deadline for it:
+    that of the best after first_token_s."""
+
+    def __init__(
+        self,
+        model: str,
+        retry_after_s: float,
+        rejected: Sequence[Rejected],
+        *,
+        first_token_s: float,
+        left_s: float,
+    ) -> None:
+        super().__init__(model, retry_after_s, rejected)
+        self.args = (
+            f"no node that serves {model!r} would have a first token within {left_s:.3g} s, the"
+            f" best after {first_token_s:.3g} s",
+        )
+        self.first_token_s = first_token_s
+        self.left_s = left_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +147,13 @@ class Placement:
         """Of a recent request, one an attempt."""
         return self._decided.get(request_id, ())
 
-    def decide(self, flow: Flow, work: Work = "whole") -> Decision:
-        """Raises NoNode or NoCapacity. Changes nothing.
+    def decide(
+        self, flow: Flow, now: float, work: Work = "whole", *, may_be_late: bool = False
+    ) -> Decision:
+        """Raises NoNode, NoCapacity or TooLate. Changes nothing.
 
-        Whole requests go to nodes of another role only while none of theirs is ready.
+        Whole requests go to nodes of another role only while none of theirs is ready. may_be_late:
+        the deadline of the first token is for the caller to heed.
         """
         dispatch = flow.dispatch
         served = self._served.find(dispatch.model)
@@ -166,7 +197,9 @@ class Placement:
             home=flow.home,
             has_affinity_key=dispatch.affinity_key is not None,
         )
-        if self._policy is RoutingPolicy.ROUND_ROBIN:
+        in_turn = self._policy is RoutingPolicy.ROUND_ROBIN
+        ttft_by = None if may_be_late else flow.ttft_by
+        if in_turn and ttft_by is None:
             return pick_in_turn(kept, wanted, rejected, self._turn)
 
         most = max(0, wanted.prompt_tokens - 1) // served.info.page_size
@@ -176,12 +209,52 @@ class Placement:
             engine = engines[candidate.node_id, candidate.engine]
             return _reach(engine, flow.keys, shared, most, self._parameters)
 
-        scored = score(kept, wanted, reach, self._parameters)
+        ahead = None
+        if any([engine.queue.tokens for engine in engines.values()]):
+
+            def ahead(candidate: Candidate, tokens: int) -> float:
+                engine = engines[candidate.node_id, candidate.engine]
+                rate = engine.tokens_per_s or self._parameters.fallback_tokens_per_s
+                entry: Entry[Any] = Entry(flow, dispatch.tenant, tokens, flow.arrived_at)
+                return engine.window.outstanding(now, rate) + engine.queue.before(entry, rate)
+
+        scored = score(kept, wanted, reach, self._parameters, ahead)
+        if ttft_by is not None:
+            scored = self._in_time(flow, scored, rejected, ttft_by - now)
+        if in_turn:
+            kept = [one.candidate for one in scored]
+            return pick_in_turn(kept, wanted, rejected, self._turn)
         return pick(scored, wanted, rejected, self._parameters)
+
+    def _in_time(
+        self, flow: Flow, scored: list[Scored], rejected: list[Rejected], left_s: float
+    ) -> list[Scored]:
+        """Adds the others to `rejected`."""
+        kept, late = in_time(scored, left_s)
+        rejected += late
+        if kept:
+            return kept
+        dispatch = flow.dispatch
+        assert dispatch.ttft_deadline_s is not None  # else there is nothing to be late for
+        raise TooLate(
+            dispatch.model,
+            late_retry_after_s(scored, dispatch.ttft_deadline_s, self._parameters),
+            rejected,
+            first_token_s=min([one.first_token_s for one in scored]),
+            left_s=max(0.0, left_s),
+        )
+
+    def uncached_tokens(self, flow: Flow, engine: Engine) -> int:
+        """What the flow would compute there now, by what is known of the engine's own pages."""
+        prompt_tokens, page_size = len(flow.dispatch.prompt), engine.info.page_size
+        most = max(0, prompt_tokens - 1) // page_size
+        rate = engine.tokens_per_s or self._parameters.fallback_tokens_per_s
+        reaches = _reach(engine, flow.keys, {}, most, self._parameters)
+        return max(1, prompt_tokens - hit_tokens(reaches, rate))
 
     def _candidate(self, node: Node, engine: Engine, flow: Flow) -> Candidate:
         session = node.session
-        in_flight = session.in_flight if session is not None else 0
+        in_flight = session.in_flight + node.num_queued if session is not None else 0
         if in_flight:  # a bound makes the many lanes of one request wait, it never shuts them out
             in_flight += flow.dispatch.n - 1
         return Candidate(
@@ -197,6 +270,8 @@ class Placement:
             backlog_tokens=engine.backlog.tokens,
             tokens_per_s=engine.tokens_per_s,
             kv_share=engine.kv_share,
+            window_tokens=engine.window.tokens,
+            queue_is_full=engine.queue.tokens > 0 and engine.queue.is_full,
         )
 
 

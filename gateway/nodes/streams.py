@@ -17,6 +17,7 @@ from msgspec import Struct
 from policies.backlog import Credit
 from policies.contract.wire import EngineInfo, Failed, Finished, Sampling, TokenLogprob, Usage
 from policies.pairing import Pairing
+from policies.queue import Entry
 from policies.routing import Affinity, Decision
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from gateway.nodes.engines import Engine
     from gateway.nodes.legs import Leg
+    from gateway.nodes.queued import Queued
     from gateway.nodes.session import Session
 
 MAX_UNREAD_TOKENS = 4096  # of one lane
@@ -46,6 +48,7 @@ class Dispatch:
     n: int = 1  # lanes: they share the prompt and differ by their noise
     compute: str = "exact"  # of the engine, as announced when the request came
     retention_s: float | None = None  # how long the client asks its pages to stay
+    ttft_deadline_s: float | None = None  # from now: rather refused than answered later
 
 
 class Burst(Struct, frozen=True, gc=False):
@@ -137,6 +140,7 @@ class Flow:
     """The mutable state of one request; `place` fields change when it is redispatched."""
 
     __slots__ = (
+        "arrived_at",
         "attempt",
         "cached_by_tier",
         "cached_tokens",
@@ -155,19 +159,26 @@ class Flow:
         "pairing",
         "prompt_logprobs",
         "queue_s",
+        "queued",
+        "retry_after_s",
         "seated_tokens",
         "session",
         "stays_on",
         "tries",
+        "ttft_by",
+        "waited_s",
         "waiter",
     )
 
     def __init__(
-        self, dispatch: Dispatch, keys: list[bytes], deadline: float, waiter: Waiter | None = None
+        self, dispatch: Dispatch, keys: list[bytes], now: float, waiter: Waiter | None = None
     ) -> None:
         self.dispatch = dispatch
         self.keys = keys  # event keys, deepest first
-        self.deadline = deadline  # on the fleet's clock
+        self.arrived_at = now  # on the fleet's clock, as the next two
+        self.deadline = now + dispatch.deadline_s
+        limit_s = dispatch.ttft_deadline_s
+        self.ttft_by = None if limit_s is None else now + limit_s  # for its first token
         self.waiter = waiter or Waiter()
         self.lanes = [Lane(self, index) for index in range(dispatch.n)]
         self.num_live = dispatch.n  # lanes that have not ended
@@ -188,6 +199,9 @@ class Flow:
         self.leg: Leg | None = None  # who computes the prompt, where that is another node
         self.credit: Credit | None = None  # its share of the engine's backlog
         self.seated_tokens = 0  # of context, counted on the engine until the flow leaves it
+        self.queued: Entry[Queued] | None = None  # it has a place and waits to be sent there
+        self.waited_s = 0.0  # in the queue of this gateway
+        self.retry_after_s: float | None = None  # advice with its end, if it was shed
 
     @property
     def is_over(self) -> bool:
@@ -317,6 +331,16 @@ class Stream:
     def queue_s(self) -> float:
         """Seconds the sequence waited in the engine."""
         return self._flow.queue_s
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds it waited in the gateway before it was sent."""
+        return self._flow.waited_s
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """When a client may come again whose request was shed."""
+        return self._flow.retry_after_s
 
     @property
     def cached_by_tier(self) -> Mapping[str, int]:

@@ -45,6 +45,8 @@ class Place:
 
 
 class EngineView(Struct, frozen=True):
+    """outstanding_tokens: of the backlog, those of this gateway; queued ones wait here for it."""
+
     info: EngineInfo
     report: EngineReport | None
     bundle: str  # "loaded", "waiting" or why it was refused
@@ -52,6 +54,8 @@ class EngineView(Struct, frozen=True):
     outstanding_tokens: int
     resident_pages: int
     event_gaps: int
+    queued_requests: int = 0
+    queued_tokens: int = 0
 
 
 class Residence(Struct, frozen=True):
@@ -128,4 +132,6 @@ def _engine_view(engine: Engine, bundles: Bundles) -> EngineView:
         outstanding_tokens=engine.backlog.ours,
         resident_pages=len(engine.residency),
         event_gaps=engine.residency.gaps,
+        queued_requests=len(engine.queue),
+        queued_tokens=engine.queue.tokens,
     )

@@ -96,6 +96,11 @@ def test_every_command_answers_in_json_and_as_a_table(
     assert ask("keys", "show", "[red]/a")["tenant"] == "acme"
     assert ask("keys", "rename", made["key_id"], "b")["name"] == "b"
     assert "not shown again" in table("keys", "create", "c")
+    hasty = ask("keys", "create", "d", "--ttft-deadline-ms", "1900")
+    assert hasty["ttft_deadline_ms"] == 1900
+    assert "1,900" in table("keys", "show", "d")
+    assert ask("keys", "deadline", "d", "700")["ttft_deadline_ms"] == 700
+    assert ask("keys", "deadline", "d")["ttft_deadline_ms"] is None
     assert ask("keys", "revoke", "b")["revoked_at"] is not None
     assert made["key_id"] in table("keys", "revoke", made["key_id"])
 

@@ -83,6 +83,32 @@ def test_an_impossible_key_is_refused_by_its_field(admin, body, code, field) -> 
     refused(admin.post("/admin/v1/keys", content=content), 400, code, field)
 
 
+def test_a_keys_deadline_is_set_changed_and_taken_away(gateway, admin) -> None:
+    hasty = {"name": "hasty", "ttft_deadline_ms": 1500}
+    made = admin.post("/admin/v1/keys", json=hasty).json()
+    assert made["ttft_deadline_ms"] == 1500
+    find = gateway.services.keys.find
+    assert gateway.call(lambda: find(made["secret"])).ttft_deadline_ms == 1500
+    path = f"/admin/v1/keys/{made['key_id']}"
+    changed = admin.patch(path, json={"ttft_deadline_ms": 800}).json()
+    assert (changed["name"], changed["ttft_deadline_ms"]) == ("hasty", 800)
+    assert gateway.call(lambda: find(made["secret"])).ttft_deadline_ms == 800
+    assert admin.patch(path, json={"name": "hastier"}).json()["ttft_deadline_ms"] == 800
+    both = admin.patch(path, json={"name": "calm", "ttft_deadline_ms": None}).json()
+    assert (both["name"], both["ttft_deadline_ms"]) == ("calm", None)
+    assert gateway.call(lambda: find(made["secret"])).ttft_deadline_ms is None
+    for wrong in (0, -1, 3_600_001, "5", 1.5):
+        refused(
+            admin.patch(path, json={"ttft_deadline_ms": wrong}),
+            400,
+            "invalid_request",
+            "ttft_deadline_ms",
+        )
+    refused(admin.patch(path, json={}), 400, "invalid_request", "body")
+    admin.delete(path)
+    refused(admin.patch(path, json={"ttft_deadline_ms": 5}), 404, "key_not_found", "key")
+
+
 def test_keys_are_paged_oldest_first_and_tell_no_secret(gateway, admin) -> None:
     made = [admin.post("/admin/v1/keys", json={"name": f"page-{i}"}).json() for i in range(5)]
     admin.delete("/admin/v1/keys/page-2")

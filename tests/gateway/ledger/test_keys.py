@@ -8,7 +8,15 @@ import sys
 import pytest
 
 from gateway.ledger.files import LedgerError
-from gateway.ledger.keys import LOOK_EVERY_S, KeyRefused, Keys
+from gateway.ledger.keys import (
+    APPLICATION_ID,
+    LOOK_EVERY_S,
+    MIGRATIONS,
+    Key,
+    KeyRefused,
+    Keys,
+)
+from gateway.ledger.migrate import migrate
 
 
 @pytest.fixture
@@ -98,6 +106,33 @@ def test_a_literal_key_is_kept_in_memory_only(keys_path):
     with Keys(keys_path) as keys:
         assert keys.find("correct horse battery") is None
         assert keys.import_literal("correct horse battery").key_id == key.key_id
+
+
+def test_keys_of_an_older_build_are_kept_and_have_no_deadline(keys_path):
+    keys_path.parent.mkdir()
+    old = sqlite3.connect(keys_path, isolation_level=None)
+    migrate(old, keys_path, MIGRATIONS[:2], APPLICATION_ID)
+    old.execute("INSERT INTO keys VALUES ('key_1', 'laptop', 'acme', x'00', 1.5, NULL)")
+    old.close()
+    with Keys(keys_path) as keys:
+        assert keys.list() == [Key("key_1", "laptop", "acme", 1.5)]
+        assert keys.set_ttft_deadline("key_1", 900).ttft_deadline_ms == 900
+    with Keys(keys_path) as keys:
+        assert keys.get("laptop") == Key("key_1", "laptop", "acme", 1.5, ttft_deadline_ms=900)
+        assert keys.set_ttft_deadline("key_1", None).ttft_deadline_ms is None
+
+
+def test_a_deadline_that_cannot_be_is_refused(keys_path):
+    with Keys(keys_path) as keys:
+        key, _ = keys.create("laptop", ttft_deadline_ms=1)
+        for milliseconds in (0, 3_600_001):
+            with pytest.raises(KeyRefused, match="ttft_deadline_ms"):
+                keys.create("another", ttft_deadline_ms=milliseconds)
+            with pytest.raises(KeyRefused, match="ttft_deadline_ms"):
+                keys.set_ttft_deadline(key.key_id, milliseconds)
+        keys.revoke("laptop")
+        with pytest.raises(KeyRefused, match="kagari keys list"):
+            keys.set_ttft_deadline(key.key_id, 5)
 
 
 def test_a_file_that_is_no_key_file_is_refused(keys_path):

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from gateway.nodes.engines import Engine
 from gateway.nodes.legs import Leg
 from gateway.nodes.placement import NoCapacity, NoNode
 from gateway.nodes.streams import MAX_UNREAD_TOKENS, Flow, Stream
@@ -28,20 +29,28 @@ NODES = ("n1", "n2", "n3", "n4")
 node_ids = st.sampled_from(NODES)
 picks = st.integers(0, 2**16)
 keys_or_none = st.sampled_from([None, b"a", b"b"])
+ttft_or_none = st.sampled_from([None, None, 0.5, 4.0])
 
 
 def credit(flow: Flow | Leg) -> int:
     return 0 if flow.credit is None else flow.credit.tokens
 
 
+def computing(flow: Flow) -> Engine | None:
+    """The engine for which it waits."""
+    return None if flow.queued is None else flow.queued.what.computing.engine
+
+
 class Fleet(RuleBasedStateMachine):
     """The model: what each node was told, and what each stream's owner has read."""
 
-    @initialize(policy=st.sampled_from(RoutingPolicy))
-    def start(self, policy: RoutingPolicy) -> None:
+    @initialize(policy=st.sampled_from(RoutingPolicy), linked=st.integers(0, 4))
+    def start(self, policy: RoutingPolicy, linked: int) -> None:
         self.clock = Clock()
         self.fleet = fleet(self.clock, policy=policy, max_in_flight=6)
         self.nodes = {name: FakeNode(self.fleet, name) for name in NODES}
+        for name in NODES[:linked]:
+            self.nodes[name].join()
         self.streams: list[Stream] = []
         self.ends: dict[tuple[int, int], Any] = {}  # by stream and lane
         self.requests = 0
@@ -78,15 +87,33 @@ class Fleet(RuleBasedStateMachine):
             self.clock.now += seconds / 8 if seconds > 1 else seconds
             self.fleet.tick()
 
-    @rule(tokens=st.sampled_from([1, 64, 65, 700]), key=keys_or_none, n=st.integers(1, 4))
-    def dispatch(self, tokens: int, key: bytes | None, n: int) -> None:
-        self.ask(tokens, key, n)
+    @rule(
+        tokens=st.sampled_from([1, 64, 65, 700, 3000]),
+        key=keys_or_none,
+        n=st.integers(1, 4),
+        ttft_s=ttft_or_none,
+    )
+    def dispatch(self, tokens: int, key: bytes | None, n: int, ttft_s: float | None) -> None:
+        self.ask(tokens, key, n, ttft_s)
 
-    def ask(self, tokens: int, key: bytes | None, n: int) -> None:
+    @rule(tokens=st.sampled_from([400, 700, 3000]), count=st.integers(2, 5), ttft_s=ttft_or_none)
+    def many_come(self, tokens: int, count: int, ttft_s: float | None) -> None:
+        for _ in range(count):
+            self.ask(tokens, None, 1, ttft_s)
+
+    def ask(self, tokens: int, key: bytes | None, n: int, ttft_s: float | None) -> None:
         self.requests += 1
         try:
             stream = self.fleet.dispatch(
-                request(self.requests, tokens=tokens, affinity_key=key, deadline_s=30.0, n=n)
+                request(
+                    self.requests,
+                    tokens=tokens,
+                    tenant=f"t{self.requests % 3}",
+                    affinity_key=key,
+                    deadline_s=30.0 if self.requests % 4 else 3.0,
+                    n=n,
+                    ttft_deadline_s=ttft_s,
+                )
             )
         except (NoNode, NoCapacity):
             return
@@ -182,7 +209,9 @@ class Fleet(RuleBasedStateMachine):
         for flow in flows:
             live = [] if flow.session is None else list(flow.session.live.values())
             for lane in flow.lanes:
-                assert (lane in live) == (lane.end is None), "live in one place until it ends"
+                is_live = lane in live or flow.queued is not None
+                assert is_live == (lane.end is None), "live in one place until it ends"
+            assert flow.queued is None or flow.session is None, "sent and queued"
             assert flow.num_live == sum(lane.end is None for lane in flow.lanes)
             assert not flow.is_over or credit(flow) == flow.seated_tokens == 0
             assert 1 <= flow.attempt <= 3
@@ -201,6 +230,17 @@ class Fleet(RuleBasedStateMachine):
                 assert engine.backlog.ours == ours
                 seated = sum(flow.seated_tokens for flow in flows if flow.engine is engine)
                 assert engine.seated_tokens == seated
+                queued = [flow for flow in flows if computing(flow) is engine]
+                assert {flow.queued for flow in queued} == set(engine.queue.entries())
+                assert len(engine.queue) == len(queued)
+                waiting = sum(flow.queued.tokens for flow in queued if flow.queued is not None)
+                assert engine.queue.tokens == engine.backlog.queued == waiting
+            assert node.num_queued == sum(
+                len(flow.lanes) * (flow.queued.what.seat.node is node)
+                + any(one is node for one in flow.queued.what.nodes[1:])
+                for flow in flows
+                if flow.queued is not None
+            )
 
     def teardown(self) -> None:
         if not hasattr(self, "streams"):
@@ -216,7 +256,11 @@ class Fleet(RuleBasedStateMachine):
             assert view.in_flight == 0
             assert all(engine.outstanding_tokens == 0 for engine in view.engines)
         for node in self.fleet._node_by_id.values():
-            assert all(engine.seated_tokens == 0 for engine in node.engine_by_index.values())
+            assert node.num_queued == 0
+            for engine in node.engine_by_index.values():
+                assert engine.seated_tokens == engine.backlog.queued == engine.queue.tokens == 0
+                assert not len(engine.queue)
+        assert not self.fleet.queues
 
 
 def run_machine(machine: type[Fleet], examples: int) -> None:

@@ -19,6 +19,7 @@ from tests.gateway.nodes.test_fleet_machine import (
     node_ids,
     picks,
     run_machine,
+    ttft_or_none,
 )
 
 ROLES: dict[str, wire.Role] = {"n1": "prefill", "n2": "decode", "n3": "decode"}
@@ -43,9 +44,14 @@ class SplitFleet(Fleet):
         self.ends = {}
         self.requests = 0
 
-    @rule(tokens=st.sampled_from([64, 700]), key=keys_or_none, n=st.sampled_from([1, 1, 1, 2]))
-    def dispatch(self, tokens: int, key: bytes | None, n: int) -> None:
-        self.ask(tokens, key, n)
+    @rule(
+        tokens=st.sampled_from([64, 700, 3000]),
+        key=keys_or_none,
+        n=st.sampled_from([1, 1, 1, 2]),
+        ttft_s=ttft_or_none,
+    )
+    def dispatch(self, tokens: int, key: bytes | None, n: int, ttft_s: float | None) -> None:
+        self.ask(tokens, key, n, ttft_s)
 
     def half(self, pick: int) -> tuple[FakeNode, int, FakeNode, int] | None:
         """A split that waits for its first token: its nodes and its lanes there."""
@@ -98,7 +104,7 @@ class SplitFleet(Fleet):
                 assert leg.session.legs[leg.number] is leg
                 assert flow.is_answered or not flow.is_over, "a leg for nobody"
             else:
-                assert credit(leg) == 0
+                assert (credit(leg) > 0) == (flow.queued is not None)
         for node in self.fleet._node_by_id.values():
             if node.session is not None:
                 assert all(leg.flow.leg is leg for leg in node.session.legs.values())
