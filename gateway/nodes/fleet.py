@@ -189,6 +189,9 @@ class Fleet:
     def _place(self, flow: Flow, now: float) -> None:
         plan = self.pairs.plan(flow, now, is_last=flow.attempt + 1 >= MAX_ATTEMPTS)
         self._take_place(flow, plan, now)
+        pairing = plan.choice.pairing
+        if pairing is not None and pairing.reason != "short":
+            self._balance.prompt_tokens += pairing.uncached_tokens
 
     def _take_place(self, flow: Flow, plan: Plan, now: float) -> None:
         """Count it there, and send it at once if nothing waits for that engine and it has room."""
@@ -215,9 +218,6 @@ class Fleet:
             fetch_s = (prefill or seat).fetch_s
             queued = Queued(flow, seat, prefill, fetch_s, now)
             self.queues.add(queued, arrived_at=flow.arrived_at)
-        pairing = plan.choice.pairing
-        if pairing is not None and pairing.reason != "short":
-            self._balance.prompt_tokens += pairing.uncached_tokens
         self._placement.settle(flow, plan.choice, now)
 
     def _send(self, flow: Flow, seat: Seat, prefill: Seat | None, now: float) -> None:
