@@ -484,7 +484,7 @@ void multiply_pair(const Gemm& gemm, int64_t pair, int64_t next, int64_t row, in
 constexpr int TILED_ROWS = 7;          // fewer take the quants as they are packed
 constexpr int TILED_GROUP_ROWS = 512;  // share an unpacking
 
-typedef int16_t Shorts __attribute__((vector_size(64), may_alias));
+typedef uint16_t Shorts __attribute__((vector_size(64), may_alias));  // sums may wrap around
 typedef uint8_t Bytes __attribute__((vector_size(64), may_alias));
 
 inline LaneInts quad_of(const uint8_t* run, int i) {  // four 4-bit quants of each output
@@ -1339,15 +1339,16 @@ struct Rows {  // what a work item attends with: the block's rows of one kv head
   int dim, group, count, start, window;  // start: the first token's position
 };
 
-// 2^x. Where weights are rounded to bf16 it may be off by 2^-13.7: a polynomial of x's fraction.
+// 2^x. Where weights are rounded to bf16 it may be off by 2^-18.5: a polynomial of x's fraction.
 template <class Element>
 inline Lanes weight_of(Lanes x) {
 #if KAGARI_ISA >= 4
   if constexpr (TILED<Element>) {
     const Lanes part = (Lanes)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
-    Lanes p = fma(part, 0.07802452f, 0.22606716f);
-    p = fma(p, part, 0.69583354f);
-    p = fma(p, part, 0.99992522f);
+    Lanes p = fma(part, 0.013534168f, 0.0520114611f);
+    p = fma(p, part, 0.241442756f);
+    p = fma(p, part, 0.693003835f);
+    p = fma(p, part, 1.00000259f);
     return (Lanes)_mm512_scalef_ps((__m512)p, (__m512)x);
   }
 #endif
