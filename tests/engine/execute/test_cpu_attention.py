@@ -87,9 +87,10 @@ def meaning(precision: str, stored: Sequence[Tensor]) -> Tensor:
     return torch.from_numpy(dequantise(codes, scales.view(numpy.uint16)[..., 0], precision))
 
 
-def random_sequence(shape: Shape, tokens: int, *, seed: int) -> Tokens:
+def random_sequence(shape: Shape, tokens: int, *, seed: int, value_scale: float = 1.0) -> Tokens:
     random = torch.Generator().manual_seed(seed)
     kv = torch.randn(2, tokens, shape.kv_heads, shape.dim, generator=random)
+    kv[1] *= value_scale
     stored = stored_as(shape.precision, kv)
     meant = meaning(shape.precision, stored)
     queries = torch.randn(tokens, shape.heads, shape.dim, generator=random)
@@ -236,6 +237,19 @@ def test_rows_do_not_depend_on_company(
         expected = whole[::7] if way == "one by one" else whole
         assert torch.equal(found.view(torch.int32), expected.view(torch.int32)), way
     assert torch.equal(torch.cat(unsplit), whole[::7])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_rows_of_subnormal_sums_do_not_depend_on_company(kernels: Library, precision: str) -> None:
+    """Units that take subnormal numbers for 0 and others that do not may share no row."""
+    shape = Shape(9, 3, 64, 64, precision=precision)
+    tokens = 300
+    sequence = random_sequence(shape, tokens, seed=1, value_scale=1e-37)
+    whole = attend(kernels, shape, [(sequence, 0, tokens)])
+    one_by_one = attend(kernels, shape, [(sequence, position, 1) for position in range(tokens)])
+    assert whole.abs().max() > 2.0**-126
+    assert whole.abs().min() < 2.0**-126
+    assert torch.equal(one_by_one.view(torch.int32), whole.view(torch.int32))
 
 
 @pytest.mark.parametrize("is_fast", [False, True])

@@ -143,19 +143,21 @@ inline void add_quads() {
   __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(A), "i"(B));
 }
 
-// While it lives, from `have` on: 0 … 5 are sums and As, of `rows` rows; 6 and 7 are Bs.
+// While it lives, from `have` on: the first six, or four, have so many rows, for sums and As; the
+// others as many as there are terms, for Bs.
 struct alignas(64) Tiles {
   uint8_t palette = 1, rest[15] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 0, 0, 64, 64};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {};
+  const int varied;
 
-  explicit Tiles(int terms) {
-    rows[6] = rows[7] = terms;
+  explicit Tiles(int terms, int varied = 6) : varied(varied) {
+    memset(rows + varied, terms, 8 - varied);
     row_bytes[4] = row_bytes[5] = 4 * terms;
   }
   void have(int count) {  // clears them, if they had not as many rows
     if (count == rows[0]) return;
-    memset(rows, count, 6);
+    memset(rows, count, varied);
     __asm__ volatile("ldtilecfg %0" ::"m"(*this));
   }
   ~Tiles() {  // a thread's switches need not save them
@@ -482,7 +484,7 @@ void multiply_pair(const Gemm& gemm, int64_t pair, int64_t next, int64_t row, in
 constexpr int TILED_ROWS = 7;          // fewer take the quants as they are packed
 constexpr int TILED_GROUP_ROWS = 512;  // share an unpacking
 
-typedef int16_t Shorts __attribute__((vector_size(64), may_alias));
+typedef uint16_t Shorts __attribute__((vector_size(64), may_alias));  // sums may wrap around
 typedef uint8_t Bytes __attribute__((vector_size(64), may_alias));
 
 inline LaneInts quad_of(const uint8_t* run, int i) {  // four 4-bit quants of each output
@@ -925,18 +927,18 @@ inline Lanes joined(Lanes first, Lanes second) {  // fp32 that is exact in bf16 
   return (Lanes)(((LaneInts)first >> 16 & 0xffff) | (LaneInts)second);
 }
 
-// Terms of LANES columns: of a row, or of it and the next.
-inline Lanes terms(const float* at, int64_t) { return lanes(at); }
-inline Lanes terms(const Pair* at, int64_t) { return *reinterpret_cast<const Lanes*>(at); }
-inline Lanes terms(const uint16_t* at, int64_t stride) {
+// Terms of LANES columns: of a row, or of it and another.
+inline Lanes terms(const float* at, const float*) { return lanes(at); }
+inline Lanes terms(const Pair* at, const Pair*) { return *reinterpret_cast<const Lanes*>(at); }
+inline Lanes terms(const uint16_t* at, const uint16_t* other) {
   if constexpr (TERM<uint16_t> == 1) return (Lanes)(widened(at) << 16);
-  else return (Lanes)(widened(at) | widened(at + stride) << 16);
+  else return (Lanes)(widened(at) | widened(other) << 16);
 }
 template <class Code>
-inline Lanes terms(const Code* at, int64_t stride) {
+inline Lanes terms(const Code* at, const Code* other) {
   const Lanes row = decoded(widened(&at->bits), Code{});
   if constexpr (TERM<Code> == 1) return row;
-  else return joined(row, decoded(widened(&at[stride].bits), Code{}));
+  else return joined(row, decoded(widened(&other->bits), Code{}));
 }
 
 // One of the terms that dwords of page elements hold.
@@ -971,7 +973,8 @@ inline void multiply_tile(const float* a, int64_t a_stride, const Element* b, in
       ahead.fetch((d * STEP + i) * COLUMNS * LANES * (int)sizeof(Element) / 2);
     Lanes column[COLUMNS];
 #pragma GCC unroll 8
-    for (int j = 0; j < COLUMNS; j++) column[j] = terms(b + j * LANES, b_stride);
+    for (int j = 0; j < COLUMNS; j++)
+      column[j] = terms(b + j * LANES, b + j * LANES + b_stride);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) {
       Lanes value = spread(a[r * a_stride + d]);
@@ -1042,10 +1045,12 @@ struct Workspace {  // a thread's own; a state: weighted values [dim], highest s
   float keys[MAX_DIM * KEY_TILE];             // [terms of dim][64]
   float values[KEY_TILE * MAX_DIM];           // [terms of 64][dim]
   float scores[16 * KEY_TILE];                // then weights, as terms
+  float others[16 * KEY_TILE];                // weights as terms of their own, see attend_few_tiled
   float weights[BLOCK_ROWS * LANES];          // [rows][LANES]: sums of weights in a stretch
   float stretch[BLOCK_ROWS * (MAX_DIM + 16)]; // states
   float merged[BLOCK_ROWS * (MAX_DIM + 16)];  // states
-  float copy[16 * MAX_DIM];                   // of a run some of which must not be read
+  float copy[3][16 * MAX_DIM];                // of runs some of which must not be read
+  uint16_t bf16[2][16 * MAX_DIM];             // runs' codes
   float key_scales[KEY_TILE], value_scales[KEY_TILE];  // of codes
 };
 static __thread Workspace workspace __attribute__((aligned(64)));
@@ -1231,52 +1236,42 @@ inline const Element* whole(const Run& run, const char* from, int dim, float* co
   if (run.begin > 0 || run.end < 16) {
     const int row = dim * sizeof(Element);
     memset(copy, 0, 16 * row);
-    memcpy(reinterpret_cast<char*>(copy) + run.begin * row, from + run.begin * row,
-           (run.end - run.begin) * row);
+    if (run.begin < run.end)
+      memcpy(reinterpret_cast<char*>(copy) + run.begin * row, from + run.begin * row,
+             (run.end - run.begin) * row);
     from = reinterpret_cast<const char*>(copy);
   }
   return reinterpret_cast<const Element*>(from);
 }
 
-// A run's values as terms [terms of 16][dim].
-template <class Element>
-inline void load_values(const Run& run, int dim, Workspace& work, float* to, Ahead ahead) {
-  const Element* values = whole<Element>(run, run.values, dim, work.copy);
-  for (int row = 0; row < 16; row += TERM<Element>, values += TERM<Element> * dim)
-    for (int d = 0; d < dim; d += LANES, to += LANES) {
-      ahead.fetch((row * dim + TERM<Element> * d) * (int)sizeof(Element));
-      lanes(to) = terms(values + d, dim);
-    }
-}
-
 // A tile's terms: of keys [terms of dim][64], of values [terms of 64][dim]; zero where a run must
-// not be read.
+// not be read. Tiles' pairs of values are a key of a run and the same one of the next.
 template <class Element>
 void load_terms(const Run* runs, int dim, Workspace& work) {
   const int dwords = dim * sizeof(Element) / 4;
-  for (int at = 0; at < KEY_TILE; at += 16) {
-    const Run& run = runs[at / 16];
-    float* to = work.values + at / TERM<Element> * dim;
-    if (run.begin >= run.end) {
-      for (int d = 0; d < dim / TERM<Element>; d++) memset(work.keys + d * KEY_TILE + at, 0, 64);
-      memset(to, 0, 64 / TERM<Element> * dim);
-      continue;
-    }
-    const Element* keys = whole<Element>(run, run.keys, dim, work.copy);
-    for (int i = 0; i < 16; i += LANES) {
+  const Element* values[2] = {};
+  float* to = work.values;
+  for (int g = 0; g < KEY_TILE / 16; g++) {
+    const Element* keys = whole<Element>(runs[g], runs[g].keys, dim, work.copy[2]);
+    for (int i = 0; i < 16; i += LANES)
       for (int first = 0; first < dwords; first += 4) {
         const Turned turned =
             turn_rows(reinterpret_cast<const int32_t*>(keys + i * dim), dwords, first);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
-          float* to = work.keys + (first + j) * SPLIT<Element> * KEY_TILE + at + i;
+          float* to = work.keys + (first + j) * SPLIT<Element> * KEY_TILE + 16 * g + i;
 #pragma GCC unroll 4
           for (int which = 0; which < SPLIT<Element>; which++, to += KEY_TILE)
             lanes(to) = term_of(turned.dword[j], which, Element{});
         }
       }
-    }
-    load_values<Element>(run, dim, work, to, {});
+    const bool is_other = TILED<Element> && g % 2;
+    values[is_other] = whole<Element>(runs[g], runs[g].values, dim, work.copy[is_other]);
+    if (TILED<Element> && !is_other) continue;
+    const Element* const others = TILED<Element> ? values[1] : values[0] + dim;
+    for (int i = 0; i < 16 * dim; i += (TILED<Element> ? 1 : TERM<Element>) * dim)
+      for (int d = i; d < i + dim; d += LANES, to += LANES)
+        lanes(to) = terms(values[0] + d, others + d);
   }
 }
 
@@ -1344,9 +1339,36 @@ struct Rows {  // what a work item attends with: the block's rows of one kv head
   int dim, group, count, start, window;  // start: the first token's position
 };
 
-// Scores of rows first … first + count - 1 → weights; shrinks: what their earlier sums become. Over
-// codes: sums → scores, and the weights are those of the values' codes.
+// 2^x. Where weights are rounded to bf16 it may be off by 2^-18.5: a polynomial of x's fraction.
 template <class Element>
+inline Lanes weight_of(Lanes x) {
+#if KAGARI_ISA >= 4
+  if constexpr (TILED<Element>) {
+    const Lanes part = (Lanes)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
+    Lanes p = fma(part, 0.013534168f, 0.0520114611f);
+    p = fma(p, part, 0.241442756f);
+    p = fma(p, part, 0.693003835f);
+    p = fma(p, part, 1.00000259f);
+    return (Lanes)_mm512_scalef_ps((__m512)p, (__m512)x);
+  }
+#endif
+  return power_of_two(x);
+}
+
+#if KAGARI_ISA >= 4
+// Weights as tiles' terms: the lower halves are bf16 numbers. No weight is below 0, so that half a
+// unit is added to round it.
+inline LaneInts low_halves(Lanes weight) { return ((LaneInts)weight + 0x8000) >> 16; }
+inline LaneInts high_halves(Lanes weight) {
+  return ((LaneInts)weight + 0x8000) & (int32_t)0xffff0000;
+}
+#endif
+
+// Scores of rows first … first + count - 1 → weights; shrinks: what their earlier sums become. Over
+// codes: sums → scores, and the weights are those of the values' codes. Tiles' weights are pairs as
+// values are, or IS_FEW: each is a pair with 0, in work.scores the other way round than in
+// work.others.
+template <class Element, bool IS_FEW = false>
 void soften(const Rows& of, int tile, int first, int count, Workspace& work, float* shrinks) {
   float best[16] = {}, before[16] = {};
   for (int i = 0; i < count; i++) {
@@ -1373,30 +1395,26 @@ void soften(const Rows& of, int tile, int first, int count, Workspace& work, flo
     float* const scores = work.scores + i * KEY_TILE;
     Lanes sum = {};
     for (int j = 0; j < KEY_TILE; j += LANES) {
-      const Lanes weight = power_of_two(lanes(scores + j) - best[i]);
-      put<Element>(scores, j, IS_CODE<Element> ? weight * lanes(work.value_scales + j) : weight);
-      sum += weight;
+      const Lanes power = weight_of<Element>(lanes(scores + j) - best[i]);
+      const Lanes weight = IS_CODE<Element> ? power * lanes(work.value_scales + j) : power;
+      sum += power;
+#if KAGARI_ISA >= 4
+      if constexpr (TILED<Element>) {
+        LaneInts* const to = reinterpret_cast<LaneInts*>(scores + (IS_FEW ? j : j / 2 & -LANES));
+        if (IS_FEW || j % (2 * LANES) == 0) *to = low_halves(weight);
+        else *to |= high_halves(weight);
+        if (IS_FEW)
+          *reinterpret_cast<LaneInts*>(work.others + i * KEY_TILE + j) = high_halves(weight);
+        continue;
+      }
+#endif
+      put<Element>(scores, j, weight);
     }
     float* const weights = work.weights + (first + i) * LANES;
     lanes(weights) = lanes(weights) * before[i] + sum;
     shrinks[i] = before[i];
   }
 }
-
-#if KAGARI_ISA >= 4
-// Scores of up to 16 rows from `first` on → their states, by the values in work.values.
-template <class Element>
-void weigh_values(const Rows& of, int tile, int first, int count, Workspace& work) {
-  const int width = of.dim + 16;
-  float* const state = work.stretch + first * width;
-  float shrinks[16];
-  soften<Element>(of, tile, first, count, work, shrinks);
-  for (int r = 0; r < count; r++)
-    for (int d = 0; d < of.dim; d += LANES) lanes(state + r * width + d) *= shrinks[r];
-  multiply_tiled<false>(work.scores, KEY_TILE, reinterpret_cast<const Pair*>(work.values), of.dim,
-                        state, width, KEY_TILE / 2, of.dim % 32 ? 8 : 16);
-}
-#endif
 
 // Many rows: the tile's keys and values become terms once for all. Values behind the last that a
 // row sees have weight 0 and are left out, as are whole tiles that it does not see.
@@ -1416,9 +1434,15 @@ void attend_many(const Rows& of, int tile, const Run* runs, Workspace& work) {
     if (seen <= 0 || first >= first_key + KEY_TILE) continue;
 #if KAGARI_ISA >= 4
     if constexpr (TILED<Element>) {
+      const int terms = dim % 32 ? 8 : 16;
+      float* const state = work.stretch + r * width;
       multiply_tiled<true>(work.queries + r * depth, depth, keys, KEY_TILE, work.scores, KEY_TILE,
-                           depth, dim % 32 ? 8 : 16);
-      weigh_values<Element>(of, tile, r, count, work);
+                           depth, terms);
+      soften<Element>(of, tile, r, count, work, shrinks);
+      for (int i = 0; i < count; i++)
+        if (shrinks[i] != 1)  // as they mostly are
+          for (int d = 0; d < dim; d += LANES) lanes(state + i * width + d) *= shrinks[i];
+      multiply_tiled<false>(work.scores, KEY_TILE, values, dim, state, width, KEY_TILE / 2, terms);
       continue;
     }
 #endif
@@ -1432,51 +1456,105 @@ void attend_many(const Rows& of, int tile, const Run* runs, Workspace& work) {
 }
 
 #if KAGARI_ISA >= 4
-// A run's keys [16][dim] as bf16, in which codes are exact.
+// A run's keys or values [16][dim] as bf16, in which codes are exact; room: 0 or 1.
 template <class Element>
-inline const uint16_t* as_bf16(const Element* keys, int dim, float* to) {
+inline const uint16_t* as_bf16(const Run& run, const char* from, int dim, Workspace& work,
+                               int room) {
+  const Element* numbers = whole<Element>(run, from, dim, work.copy[room]);
   if constexpr (IS_CODE<Element>) {
     for (int i = 0; i < 16 * dim; i += LANES)
-      put<Element>(to, i, decoded(widened(&keys[i].bits), Element{}));
-    return reinterpret_cast<const uint16_t*>(to);
+      put<Element>(reinterpret_cast<float*>(work.bf16[room]), i,
+                   decoded(widened(&numbers[i].bits), Element{}));
+    return work.bf16[room];
   } else {
-    return keys;
+    return numbers;
   }
 }
 
-// At most 16 rows by tiles: what `attend_many` gives, bit for bit, but keys are used as they are
-// read. work.keys: the queries, [terms of dim][16].
+// At most 16 rows by tiles: what `attend_many` gives, bit for bit, but keys and values are used as
+// they are read. work.keys: the queries, [terms of dim][16]. As a pair's two products are summed
+// apart and then each other, a run's values can meet weights that are pairs with 0, which leave the
+// even dims or the odd ones; both runs' sums then follow each other as one pair's do in a tile.
 template <class Element>
 void attend_few_tiled(const Rows& of, int tile, const Run* runs, const Ahead* ahead,
                       Workspace& work) {
-  const int dim = of.dim, terms = dim % 32 ? 8 : 16;
-  for (int g = 0; g < KEY_TILE / 16; g++) {
-    float* const values = work.values + g * 8 * dim;
-    if (runs[g].begin >= runs[g].end) {  // hidden from all: any finite scores
-      for (int r = 0; r < of.count; r++) memset(work.scores + r * KEY_TILE + 16 * g, 0, 64);
-      memset(values, 0, 32 * dim);
-      continue;
+  const int dim = of.dim, width = dim + 16;
+  float shrinks[16];
+  constexpr int SIZE = sizeof(Element);
+  // In small portions: many at once would hold up what follows.
+  const auto fetch = [&](int run, int line, int lines) {
+    for (int i = 0; i < lines; i++) ahead[run].fetch(64 * (line + i));
+  };
+  for (int g = 0; g < KEY_TILE / 16; g += 2) {
+    const uint16_t *const first = as_bf16<Element>(runs[g], runs[g].keys, dim, work, 0),
+                   *const second = as_bf16<Element>(runs[g + 1], runs[g + 1].keys, dim, work, 1);
+    float scores[2][16][16];  // of keys by rows
+    clear_tile<4>(), clear_tile<5>();
+    for (int d = 0; d < dim; d += 32) {
+      const int line = d * SIZE / 4;
+      load_tile<7>(work.keys + 8 * d, 64);
+      fetch(g / 2, line, 2 * SIZE);
+      load_tile<6>(first + d, 2 * dim);
+      fetch(g / 2, line + 2 * SIZE, 2 * SIZE);
+      add_pairs<4, 6, 7>();
+      fetch(g / 2, line + 4 * SIZE, 2 * SIZE);
+      load_tile<6>(second + d, 2 * dim);
+      fetch(g / 2, line + 6 * SIZE, 2 * SIZE);
+      add_pairs<5, 6, 7>();
     }
-    const uint16_t* keys =
-        as_bf16(whole<Element>(runs[g], runs[g].keys, dim, work.copy), dim, values);
-    float scores[16][16];  // of keys by rows
-    clear_tile<0>();
-    for (int d = 0; d < dim / 2; d += terms) {
-      load_tile<4>(keys + 2 * d, 2 * dim);
-      load_tile<6>(work.keys + 16 * d, 64);
-      add_pairs<0, 4, 6>();
-    }
-    store_tile<0>(scores, 64);
-    load_values<Element>(runs[g], dim, work, values, ahead[g]);
-    for (int r = 0; r < of.count; r += 4) {
-      const Turned turned = turn_rows(reinterpret_cast<const int32_t*>(scores), 16, r);
-      for (int i = 0; i < 4 && r + i < of.count; i++)
-        lanes(work.scores + (r + i) * KEY_TILE + 16 * g) = (Lanes)turned.dword[i];
-    }
+    store_tile<4>(scores[0], 64), store_tile<5>(scores[1], 64);
+    for (int i = 0; i < 2; i++)
+      for (int r = 0; r < of.count; r += 4) {
+        const Turned turned = turn_rows(reinterpret_cast<const int32_t*>(scores[i]), 16, r);
+        for (int j = 0; j < 4 && r + j < of.count; j++)
+          lanes(work.scores + (r + j) * KEY_TILE + 16 * (g + i)) = (Lanes)turned.dword[j];
+      }
   }
   if (IS_CODE<Element>) load_scales(runs, work);
-  weigh_values<Element>(of, tile, 0, of.count, work);
+  soften<Element, true>(of, tile, 0, of.count, work, shrinks);
+  const auto part = [&](int g) { return work.values + g * 16 * dim; };  // a run's sums [rows][dim]
+  for (int g = 0; g < KEY_TILE / 16; g++) {
+    const uint16_t* const values = as_bf16<Element>(runs[g], runs[g].values, dim, work, g % 2);
+    load_tile<0>(work.scores + 16 * g, 4 * KEY_TILE);
+    load_tile<1>(work.others + 16 * g, 4 * KEY_TILE);
+    for (int d = 0; d < dim; d += 32) {
+      const int line = d * SIZE / 4 + g % 2 * 4 * SIZE;
+      load_tile<7>(values + d, 2 * dim);
+      fetch(2 + g / 2, line, SIZE);
+      clear_tile<2>(), clear_tile<3>();
+      add_pairs<2, 0, 7>();
+      fetch(2 + g / 2, line + SIZE, SIZE);
+      add_pairs<3, 1, 7>();
+      fetch(2 + g / 2, line + 2 * SIZE, SIZE);
+      store_tile<2>(part(g) + d, 4 * dim);
+      fetch(2 + g / 2, line + 3 * SIZE, SIZE);
+      store_tile<3>(part(g) + d + 16, 4 * dim);
+    }
+  }
+  for (int r = 0; r < of.count; r++)
+    for (int d = 0; d < dim; d += 32) {
+      Lanes* const state = reinterpret_cast<Lanes*>(work.stretch + r * width + d);
+      state[0] *= shrinks[r], state[1] *= shrinks[r];
+      for (int g = 0; g < KEY_TILE / 16; g += 2) {
+        const auto sum = [&](int at) {
+          at += r * dim + d;
+          return lanes(part(g) + at) + lanes(part(g + 1) + at);
+        };
+        const Lanes even = sum(0), odd = sum(16);
+        state[0] += __builtin_shufflevector(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6,
+                                            22, 7, 23);
+        state[1] += __builtin_shufflevector(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13,
+                                            29, 14, 30, 15, 31);
+      }
+    }
 }
+
+// While it lives subnormal numbers are 0, as tiles have them whatever the thread has set.
+struct Flushing {
+  const unsigned before = _mm_getcsr();
+  Flushing() { _mm_setcsr(before | 0x8040); }
+  ~Flushing() { _mm_setcsr(before); }
+};
 #endif
 
 // At most TILE_ROWS rows: keys and values are used as they are read.
@@ -1488,7 +1566,7 @@ void attend_few(const Rows& of, int tile, const Run* runs, const Ahead* ahead, W
       for (int r = 0; r < of.count; r++) memset(work.scores + r * KEY_TILE + 16 * g, 0, 64);
       continue;
     }
-    const Element* keys = whole<Element>(runs[g], runs[g].keys, dim, work.copy);
+    const Element* keys = whole<Element>(runs[g], runs[g].keys, dim, work.copy[0]);
     for (int i = 0; i < 16; i += LANES)
       score_keys<TILE_ROWS, Element>(
           of.count, work.queries, reinterpret_cast<const int32_t*>(keys + i * dim), dwords,
@@ -1499,7 +1577,7 @@ void attend_few(const Rows& of, int tile, const Run* runs, const Ahead* ahead, W
   soften<Element>(of, tile, 0, of.count, work, scales[0]);
   for (int g = 0, later = 0; g < KEY_TILE / 16; g++) {
     if (runs[g].begin >= runs[g].end) continue;
-    const Element* values = whole<Element>(runs[g], runs[g].values, dim, work.copy);
+    const Element* values = whole<Element>(runs[g], runs[g].values, dim, work.copy[0]);
     multiply<TILE_ROWS>(of.count, work.scores + 16 * g / TERM<Element>, KEY_TILE, values, dim,
                         work.stretch, dim + 16, scales[later], 16 / TERM<Element>,
                         ahead[g].from(8 * row));
@@ -1528,8 +1606,12 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
                    attend.window};
   const int64_t token = block.span->first_row + block.first_token;
 #if KAGARI_ISA >= 4
-  Tiles tiles(dim % 32 ? 8 : 16);
-  if (TILED<Element>) tiles.have(16);
+  // Rows of an odd count of 16 dims do not fill a tile's.
+  const bool is_few = TILED<Element> ? of.count <= 16 && dim % 32 == 0 : of.count <= TILE_ROWS;
+  Tiles tiles(dim % 32 ? 8 : 16, is_few ? 4 : 6);
+  if (TILED<Element>) tiles.have(is_few ? of.count : 16);
+#else
+  const bool is_few = of.count <= TILE_ROWS;
 #endif
   for (int t = 0; t < block.tokens; t++) {
     const float* from = attend.queries + ((token + t) * attend.heads + kv_head * group) * dim;
@@ -1537,7 +1619,7 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
     for (int i = 0; i < group * dim; i += LANES)  // × log2 e: the softmax is of powers of two
       put<Element>(to, i, lanes(from + i) * 1.44269504f);
   }
-  if (TILED<Element> && of.count <= 16) {
+  if (TILED<Element> && is_few) {
     const int depth = dim / 2;
     for (int r = 0; r < of.count; r++)
       for (int d = 0; d < depth; d++) work.keys[16 * d + r] = work.queries[r * depth + d];
@@ -1562,7 +1644,7 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
       for (int r = 0; r < of.count; r++) clear_state(work.stretch + r * width, dim);
       memset(work.weights, 0, sizeof(Lanes) * of.count);
     }
-    if (of.count > ROWS<Element>) attend_many<Element>(of, tile, now, work);
+    if (!is_few) attend_many<Element>(of, tile, now, work);
 #if KAGARI_ISA >= 4
     else if constexpr (TILED<Element>) attend_few_tiled<Element>(of, tile, now, ahead, work);
 #endif
@@ -1654,6 +1736,9 @@ void run_attend(const void* args, const Step* step) {
   const int64_t items = (int64_t)num_pieces * kv_heads, grain = items < 16 * attend.threads ||
       step->rows > step->num_spans ? 1 : kv_heads;
   parallel(items, grain, [&](int64_t begin, int64_t finish) {
+#if KAGARI_ISA >= 4
+    const Flushing flushing;
+#endif
     for (int64_t i = begin; i < finish; i++) {
       const Piece& piece = pieces[i / kv_heads];
       Block& block = blocks[piece.block];
