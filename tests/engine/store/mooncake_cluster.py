@@ -195,3 +195,14 @@ def until(holds: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """SIGSTOP, and until each of its threads has it: before, one may answer once more."""
+    process.send_signal(signal.SIGSTOP)
+    tasks = Path(f"/proc/{process.pid}/task")
+    until(lambda: all(_state(task) == "T" for task in tasks.iterdir()))
+
+
+def _state(task: Path) -> str:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]

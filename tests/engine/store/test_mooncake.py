@@ -25,6 +25,7 @@ from tests.engine.store.mooncake_cluster import (
     Cluster,
     Inside,
     network,
+    stop,
     until,
 )
 from tests.engine.store.tier_factories import KIND, LAYOUT, OWNERS, key_of, payload_of, record_of
@@ -211,7 +212,7 @@ def test_a_stopped_owner_costs_a_deadline_and_its_view_is_quarantined(lab: Lab) 
     owner = lab.cluster.owner()
     guard = lab.guard(lab.tier(), failures_to_open=2, pause_s=0.1)
     assert put(guard, 1) == get(guard, 1) == [OK]
-    owner.send_signal(signal.SIGSTOP)
+    stop(owner)
     views = [memoryview(bytearray(LAYOUT.page_bytes)) for _ in range(2)]
     said: list[list[object]] = [[], []]
     begun = time.monotonic()
@@ -299,7 +300,7 @@ guard.close()
             stderr=subprocess.DEVNULL,
             text=True,
         )
-    owner.send_signal(signal.SIGSTOP)
+    stop(owner)
     said, _ = process.communicate("go\n", timeout=60)
     assert said == f"{[Status.TIMEOUT]} 1\n"
     assert process.returncode == 0
