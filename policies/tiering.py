@@ -44,7 +44,10 @@ def keep_score(
     """
     if before is None:
         return now
-    return now + half_life_s * log2(1.0 + 2.0 ** ((before - now) / half_life_s))
+    # From the later of the two, so that nothing overflows: a score may lie a thousand half lives
+    # ahead, of the time when they were longer.
+    half_lives = abs(before - now) / half_life_s
+    return max(before, now) + half_life_s * log2(1.0 + 2.0**-half_lives)
 
 
 class HalfLife:

@@ -109,6 +109,12 @@ def test_a_score_equals_the_sum_of_decayed_uses() -> None:
     assert score == pytest.approx(50.0 + HALF_LIFE_S * log2(uses))
 
 
+@pytest.mark.parametrize("ahead_s", [-1e6, 1e6], ids=["long ago", "far ahead"])
+def test_a_score_of_many_half_lives_from_now_is_a_number(ahead_s: float) -> None:
+    """A half life that shrinks leaves scores far ahead of the clock."""
+    assert keep_score(10.0, 10.0 + ahead_s, 0.18) == pytest.approx(max(10.0, 10.0 + ahead_s))
+
+
 def test_the_half_life_follows_the_pauses_of_sessions() -> None:
     index = TierIndex(100)
     assert index.half_life_s == pytest.approx(HALF_LIFE_S)
