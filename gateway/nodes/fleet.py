@@ -427,8 +427,7 @@ class Fleet:
             self._on_step(node, session, message)
         else:
             self._on_rare(node, session, message)
-        if self.queues:
-            self.queues.pump(self._clock())
+        self._pump()
 
     def _on_rare(self, node: Node, session: Session, message: wire.NodeToGateway) -> None:
         self._served.forget()

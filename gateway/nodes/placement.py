@@ -214,7 +214,7 @@ class Placement:
 
             def ahead(candidate: Candidate, tokens: int) -> float:
                 engine = engines[candidate.node_id, candidate.engine]
-                rate = engine.tokens_per_s or self._parameters.fallback_tokens_per_s
+                rate = self._rate(engine)
                 entry: Entry[Any] = Entry(flow, dispatch.tenant, tokens, flow.arrived_at)
                 return engine.window.outstanding(now, rate) + engine.queue.before(entry, rate)
 
@@ -248,9 +248,12 @@ class Placement:
         """What the flow would compute there now, by what is known of the engine's own pages."""
         prompt_tokens, page_size = len(flow.dispatch.prompt), engine.info.page_size
         most = max(0, prompt_tokens - 1) // page_size
-        rate = engine.tokens_per_s or self._parameters.fallback_tokens_per_s
+        rate = self._rate(engine)
         reaches = _reach(engine, flow.keys, {}, most, self._parameters)
         return max(1, prompt_tokens - hit_tokens(reaches, rate))
+
+    def _rate(self, engine: Engine) -> float:
+        return engine.tokens_per_s or self._parameters.fallback_tokens_per_s
 
     def _candidate(self, node: Node, engine: Engine, flow: Flow) -> Candidate:
         session = node.session

@@ -85,7 +85,7 @@ class Queues:
         """Whether its prompt may go there at once."""
         engine = seat.engine
         return not engine.queue.tokens and engine.window.fits(
-            seat.uncached_tokens, now, engine.tokens_per_s or self._fallback_tokens_per_s
+            seat.uncached_tokens, now, self.rate(engine)
         )
 
     def add(self, queued: Queued, *, arrived_at: float) -> None:

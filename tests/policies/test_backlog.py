@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -14,10 +13,10 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from policies.backlog import Backlog, Credit
+from tests.state_machines import run_machine
 
 
 def test_progress_of_a_running_prompt_is_no_backlog() -> None:
@@ -150,22 +149,10 @@ class Told(RuleBasedStateMachine):
         assert self.backlog.tokens == 0
 
 
-def _run(examples: int) -> None:
-    run_state_machine_as_test(
-        Told,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=40,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-
-
 def test_backlog_machine() -> None:
-    _run(60)
+    run_machine(Told, 60)
 
 
 @pytest.mark.slow
 def test_backlog_machine_full() -> None:
-    _run(int(os.environ.get("KAGARI_EXAMPLES", "3000")))
+    run_machine(Told, int(os.environ.get("KAGARI_EXAMPLES", "3000")))

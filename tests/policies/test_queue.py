@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -15,11 +15,11 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from policies.backlog import Backlog, Credit
 from policies.queue import Entry, FairQueue, QueueBounds, Window
+from tests.state_machines import run_machine
 
 RATE = 1000.0
 BUDGET = 100
@@ -410,22 +410,10 @@ class QueueMachine(RuleBasedStateMachine):
         assert (engine.backlog.ours, engine.backlog.queued, engine.there) == (0, 0, [])
 
 
-def run_machine(examples: int) -> None:
-    run_state_machine_as_test(
-        QueueMachine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=40,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-
-
 def test_queue_machine() -> None:
-    run_machine(40)
+    run_machine(QueueMachine, 40)
 
 
 @pytest.mark.slow
 def test_queue_machine_full() -> None:
-    run_machine(int(os.environ.get("KAGARI_EXAMPLES", "3000")))
+    run_machine(QueueMachine, int(os.environ.get("KAGARI_EXAMPLES", "3000")))

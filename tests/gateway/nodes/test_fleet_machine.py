@@ -6,7 +6,6 @@ import os
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -14,7 +13,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from gateway.nodes.engines import Engine
@@ -24,6 +22,7 @@ from gateway.nodes.streams import MAX_UNREAD_TOKENS, Flow, Stream
 from policies.contract import wire
 from policies.routing import RoutingPolicy
 from tests.gateway.nodes.fake_node import Clock, FakeNode, fleet, info, keys, request
+from tests.state_machines import run_machine
 
 NODES = ("n1", "n2", "n3", "n4")
 node_ids = st.sampled_from(NODES)
@@ -261,18 +260,6 @@ class Fleet(RuleBasedStateMachine):
                 assert engine.seated_tokens == engine.backlog.queued == engine.queue.tokens == 0
                 assert not len(engine.queue)
         assert not self.fleet.queues
-
-
-def run_machine(machine: type[Fleet], examples: int) -> None:
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=40,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
 
 
 def test_fleet_machine() -> None:

@@ -18,9 +18,9 @@ from tests.gateway.nodes.test_fleet_machine import (
     keys_or_none,
     node_ids,
     picks,
-    run_machine,
     ttft_or_none,
 )
+from tests.state_machines import run_machine
 
 ROLES: dict[str, wire.Role] = {"n1": "prefill", "n2": "decode", "n3": "decode"}
 CODES = ["transfer_lost", "transfer_refused", "engine_lost", "node_draining", "bad"]
