@@ -12,6 +12,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ _CLONE_NEWNET = 0x40000000
 _SIOCSIFFLAGS = 0x8914
 _IFF_UP_RUNNING = 0x41
 _START_S = 60.0
+_CLIENT_TTL_S = 10
 _TOLD_CHARS = 2000  # of its log, where it does not serve
 
 
@@ -95,6 +97,19 @@ def start_master(folder: Path, *, port: int, client_ttl_s: int) -> subprocess.Po
             raise RuntimeError(f"mooncake_master {how}; its log ends:\n{told}")
         time.sleep(0.01)
     return master
+
+
+@contextmanager
+def own_store(*, port: int, segment_mb: int) -> Iterator[str]:
+    """The URL of a store that is there for the time, to engines begun within; their caller is in
+    its network. Raises what Network and start_master raise."""
+    with tempfile.TemporaryDirectory() as folder, Network().inside():
+        master = start_master(Path(folder), port=port, client_ttl_s=_CLIENT_TTL_S)
+        try:
+            yield f"mooncake://127.0.0.1:{port}?segment_mb={segment_mb}&admin_port={port + 1}"
+        finally:
+            master.kill()
+            master.wait()
 
 
 def _is_open(port: int) -> bool:

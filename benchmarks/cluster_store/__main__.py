@@ -12,25 +12,24 @@ import argparse
 import http.client
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from benchmarks.beside import Beside, absent_rows, compared
 from benchmarks.cluster_store.sessions import Turn, hit_ratio, moves, play
-from benchmarks.mooncake import Network, start_master
+from benchmarks.mooncake import own_store
 from gateway.demo.stack import Stack
 from gateway.ledger.files import LEDGER_NAME
 from gateway.ledger.requests import requests
 
 ROW = "random_vs_pinned_hit_ratio"
 PORT = 21081
-CLIENT_TTL_S = 10
 SEGMENT_MB = 512  # of each node: all that the sessions compute
 POOL_PAGES_PER_SESSION = 24  # over two nodes: a pool holds those that stay on it, not all
 JOIN_S = 30.0
@@ -65,12 +64,9 @@ def main(arguments: list[str]) -> int:
     rows: list[Beside] = []
     absent: dict[str, str] = {}
     try:
-        network = Network()
+        rows = measure(options.model, num_sessions, num_turns)
     except PermissionError as error:
         absent[ROW] = f"{error}: run it as root"
-    else:
-        with network.inside():
-            rows = measure(options.model, num_sessions, num_turns)
     for row in rows:
         print(row, row.detail, flush=True)
     for name, why in absent.items():
@@ -123,27 +119,20 @@ def _run(model: str, routing: str, has_store: bool, num_sessions: int, num_turns
         *("--nodes", "2", "--port", "0", "--model", model, "--kv-device-tokens", str(pool)),
         *("--kv-host-mb", "0", "--kv-disk-mb", "0"),
     ]
-    master: subprocess.Popen[str] | None = None
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        try:
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory()), "home")
+        if has_store:
+            url = stack.enter_context(own_store(port=PORT, segment_mb=SEGMENT_MB))
+            flags += ["--cluster-store", url]
+        environment = {"KAGARI_ROUTING__POLICY": POLICY[routing]}
+        with Stack(home, *flags, environment=environment) as kagari:
             if has_store:
-                master = start_master(folder, port=PORT, client_ttl_s=CLIENT_TTL_S)
-                options = f"segment_mb={SEGMENT_MB}&admin_port={PORT + 1}"
-                flags += ["--cluster-store", f"mooncake://127.0.0.1:{PORT}?{options}"]
-            environment = {"KAGARI_ROUTING__POLICY": POLICY[routing]}
-            with Stack(folder / "home", *flags, environment=environment) as stack:
-                if has_store:
-                    _wait_joined(2)
-                began = time.monotonic()
-                turns = play(stack, num_sessions=num_sessions, num_turns=num_turns)
-                seconds = time.monotonic() - began
-            # Once it has ended, every row is written.
-            lines = list(requests(folder / "home" / LEDGER_NAME))
-        finally:
-            if master is not None:
-                master.kill()
-                master.wait()
+                _wait_joined(2)
+            began = time.monotonic()
+            turns = play(kagari, num_sessions=num_sessions, num_turns=num_turns)
+            seconds = time.monotonic() - began
+        # Once it has ended, every row is written.
+        lines = list(requests(home / LEDGER_NAME))
     return Played(turns, sum(line.tiers.get("cluster", 0) for line in lines), seconds)
 
 

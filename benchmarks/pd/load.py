@@ -34,7 +34,7 @@ class Shape:
     tool_s: tuple[float, float] = (6.0, 12.0)
     cold_tokens: tuple[int, int] = (1500, 5000)
     hand_out: int = 2  # cold prompts at once
-    answer_tokens: tuple[int, int] = (8, 16)
+    answer_tokens: tuple[int, int] = (24, 64)
     cold_per_s: float = 0.1  # on the mean
 
     def times(self, load: float) -> Shape:

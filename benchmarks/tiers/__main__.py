@@ -1,8 +1,9 @@
 """Time to first token of a long prefix from each tier beside cold, and what checking costs a step.
 
 `python -m benchmarks.tiers [--quick] [--json FILE] [--model NAME] [--tokens N]
-[--cluster-store URL] [--only ttft|check]`. Every time to first token is that of an engine process,
-spoken to as its agent does; the disk's is after a `kill -9` and a restart without host tier.
+[--only ttft|check]`. Every time to first token is that of an engine process, spoken to as its
+agent does; the disk's is after a `kill -9` and a restart without host tier, the cluster's that of a
+second engine on a Mooncake Store that is started for it (as root, with the extra `mooncake`).
 """
 
 from __future__ import annotations
@@ -23,22 +24,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     parser.add_argument("--model", default="smollm2-135m", help="a name of the catalogue")
     parser.add_argument("--tokens", type=int, default=4000, help="of the prefix")
-    parser.add_argument("--cluster-store", metavar="URL", help="measure this store too")
     parser.add_argument("--only", choices=("ttft", "check"))
     options = parser.parse_args(arguments)
     rows: list[Beside] = []
     absent: dict[str, str] = {}
     if options.only != "check":
         rounds = 1 if options.quick else 3
-        rows += first_token_rows(
-            options.model, options.tokens, rounds=rounds, cluster_store=options.cluster_store
-        )
-        if options.cluster_store is None:
-            absent["ttft_cluster"] = "no store was given: pass --cluster-store URL"
+        rows += first_token_rows(options.model, options.tokens, rounds=rounds, absent=absent)
     if options.only != "ttft":
         rows += check_rows(options.model, steps=60 if options.quick else 400)
     for row in rows:
         print(row, row.detail, flush=True)
+    for name, why in absent.items():
+        print(f"{name:16} absent: {why}", flush=True)
     if options.json is not None:
         told = [json_row for row in rows for json_row in row.rows()] + absent_rows(absent)
         options.json.write_text(json.dumps(told, indent=1))

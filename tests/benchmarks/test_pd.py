@@ -31,7 +31,7 @@ def answer(*, ttft_s: float, gaps_s: list[float], new_tokens: int = 100) -> Answ
     return Answer("a/1", new_tokens, reply)
 
 
-def test_tokens_are_counted_each_and_requests_by_their_mean() -> None:
+def test_a_request_counts_by_the_mean_of_its_tokens_and_a_gap_by_itself() -> None:
     smooth = [answer(ttft_s=1.0, gaps_s=[0.010] * 20) for _ in range(4)]
     held_up = answer(ttft_s=3.0, gaps_s=[0.010] * 15 + [1.0] * 5)
     felt = Felt.of([*smooth, held_up])
@@ -42,10 +42,12 @@ def test_tokens_are_counted_each_and_requests_by_their_mean() -> None:
         "ttft_p99": 3.0,
         "ttft_p90_minus_p50": 2.0,
         "time_per_token_p50": 10.0,
-        "time_per_token_p90": 10.0,  # 5 tokens of 100 took longer
-        "time_per_token_p99": 1000.0,
-        "time_per_token_variance": 0.05 * 0.95 * 990**2,
-        "mean_per_request_p90": 257.5,
+        "time_per_token_p90": 257.5,
+        "time_per_token_p99": 257.5,
+        "time_per_token_variance": 0.2 * 0.8 * 247.5**2,
+        "token_gap_p90": 10.0,  # 5 gaps of 100 were longer
+        "token_gap_p99": 1000.0,
+        "token_gap_variance": 0.05 * 0.95 * 990**2,
     }
 
 
