@@ -11,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/pip --disable-pip-version-check --no-input
-BENCHMARKS := engine kv_pages text gateway store tiering tiers cluster_store transfer pd routing affinity
+BENCHMARKS := engine kv_pages text gateway store tiering tiers cluster_store transfer pd routing affinity fairness
 QUIET := $(if $(CI),--quiet,)
 
 .PHONY: install serve test demo prove peers clients model clean

@@ -104,7 +104,7 @@ def serve(config: EngineConfig, sock: socket.socket) -> int:
     info = wire.EngineInfo(
         engine=config.engine_index,
         model=config.spec.name,
-        identity=interchangeable_id(config.spec.identity, config.compute),
+        identity=interchangeable_id(config.spec.identity, config.promised),
         context_tokens=schedule.context_tokens,
         page_size=config.spec.page_size,
         num_pages=config.num_pages,
@@ -114,7 +114,7 @@ def serve(config: EngineConfig, sock: socket.socket) -> int:
         weights_digest=loaded.weights_digest,
         weights_precision=loaded.weights_precision,
         kv_precision=loaded.kv_precision,
-        compute=config.compute,
+        compute=config.promised,
         step_tokens=config.step_tokens,
         prefill_tokens_per_s=schedule.prefill_tokens_per_s,
         aliases=config.spec.aliases,
@@ -204,6 +204,7 @@ def read_config(options: argparse.Namespace) -> EngineConfig:
         dtype=options.dtype,
         kv_dtype=options.kv_dtype,
         compute=options.compute,
+        announce=options.announce,
         kv_device_tokens=options.kv_device_tokens,
         threads=options.threads,
         device=options.device,
@@ -304,7 +305,7 @@ def _load_model(config: EngineConfig) -> Loaded:
     _report_progress("measure", 1.0)
     kind = page_kind(
         identity=config.spec.identity,
-        compute=config.compute,
+        compute=config.promised,
         tokenizer_digest=config.spec.tokenizer_digest,
         weights_digest=runner.weights_digest,
         layout_id=runner.layout_id,
@@ -385,6 +386,9 @@ def _parser() -> argparse.ArgumentParser:
     flags.add_argument("--dtype", choices=get_args(settings.DType), default="auto")
     flags.add_argument("--kv-dtype", default="auto", help=", ".join(get_args(settings.KvDType)))
     flags.add_argument("--compute", default="exact", help="exact or fast")
+    flags.add_argument(
+        "--announce", default="auto", help="fast: it takes pages of engines that compute otherwise"
+    )
     flags.add_argument("--device", choices=get_args(settings.Device), default="auto")
     flags.add_argument("--kv-device-tokens", type=int, default=settings.DEFAULT_KV_DEVICE_TOKENS)
     flags.add_argument("--threads", type=int, help="default: by the cores there are")

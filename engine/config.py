@@ -11,6 +11,7 @@ from policies.contract.wire import Compute, Tier
 DType = Literal["auto", "bf16", "fp32"]
 KvDType = Literal["auto", "bf16", "fp32", "fp8", "int8"]
 Device = Literal["auto", "cpu", "cuda"]
+Announced = Literal["auto", "exact", "fast"]
 Overlap = Literal["on", "off"]
 TransferWay = Literal["auto", "tcp", "mooncake"]
 
@@ -75,6 +76,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     dtype: DType = "auto"
     kv_dtype: KvDType = "auto"
     compute: Compute = "exact"
+    announce: Announced = "auto"  # of its answers and pages; auto: what compute says
     kv_device_tokens: int = DEFAULT_KV_DEVICE_TOKENS
     threads: int | None = None
     device: Device = "auto"
@@ -93,13 +95,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     transfer: TransferWay = "auto"
 
     def __post_init__(self) -> None:
-        if self.compute not in get_args(Compute):
-            raise ConfigError(
-                "--compute",
-                found=self.compute,
-                allowed=" or ".join(get_args(Compute)),
-                remedy="leave it out for exact: the same tokens whatever runs beside them",
-            )
+        check_compute(self.compute, self.announce)
         if self.kv_dtype not in get_args(KvDType):
             raise ConfigError(
                 "--kv-dtype",
@@ -160,6 +156,11 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def num_pages(self) -> int:
         return self.kv_device_tokens // self.spec.page_size
 
+    @property
+    def promised(self) -> Compute:
+        """What it says of its answers and its pages."""
+        return self.compute if self.announce == "auto" else self.announce
+
 
 class TierConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A slower tier as the scheduler sees it; its speed is assumed so until a fetch is measured."""
@@ -217,6 +218,24 @@ def check_peer(host: str, port: int | None) -> None:
             found=repr(host),
             allowed="the one address of this machine that other nodes reach",
             remedy="name it, or leave it out if all nodes are on this machine",
+        )
+
+
+def check_compute(compute: str, announce: str) -> None:
+    """Raises ConfigError on what is no way to compute, and where more is announced than is kept."""
+    if compute not in get_args(Compute):
+        raise ConfigError(
+            "--compute",
+            found=compute,
+            allowed=" or ".join(get_args(Compute)),
+            remedy="leave it out for exact: the same tokens whatever runs beside them",
+        )
+    if announce not in get_args(Announced) or (compute, announce) == ("fast", "exact"):
+        raise ConfigError(
+            "--announce",
+            found=f"{announce} beside --compute {compute}",
+            allowed="auto, fast, or exact beside --compute exact",
+            remedy="leave it out to announce what --compute says",
         )
 
 

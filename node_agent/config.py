@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
-from engine.config import ConfigError, check_peer, read_peer_port
+from engine.config import ConfigError, check_compute, check_peer, read_peer_port
 from node_agent.errors import NodeError
-from policies.contract.wire import Compute, Role
+from policies.contract.wire import Role
 
 LINK_PATH = "/link/v1"
 MAX_LINKS = 32  # gateways of one node; channels of the engine socket are 1 … 254
@@ -23,6 +23,7 @@ ENGINE_FLAGS = (
     "--kv-dtype",
     "--dtype",
     "--compute",
+    "--announce",
     "--kv-device-tokens",
     "--device",
     "--step-tokens",
@@ -117,13 +118,6 @@ def parse_config(argv: Sequence[str]) -> NodeConfig:
             allowed="only together with --script",
             remedy="leave --bundle away: a model brings its own",
         )
-    if options.compute not in (None, *get_args(Compute)):
-        raise NodeError(
-            "--compute",
-            found=repr(options.compute),
-            allowed=" or ".join(get_args(Compute)),
-            remedy="leave --compute away for exact: the same tokens whatever runs beside them",
-        )
     _require_range("--threads", options.threads, 1, 1024)
     _require_range("--drain-s", options.drain_s, 0, 3600)
     _require_range("--engine-up-s", options.engine_up_s, 1, 86400)
@@ -132,6 +126,7 @@ def parse_config(argv: Sequence[str]) -> NodeConfig:
     try:
         peer_port = read_peer_port(options.peer_port)
         check_peer(options.peer_host, peer_port)
+        check_compute(options.compute or "exact", options.announce or "auto")
     except ConfigError as error:
         raise NodeError(
             error.field, found=str(error.found), allowed=error.allowed, remedy=error.remedy

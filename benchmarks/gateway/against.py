@@ -136,7 +136,7 @@ def _open(bench: Bench, stack: ExitStack, name: str, tick_s: float) -> tuple[Sid
     None: it is not here, or does not come up; the bench says so.
     """
     if name == OURS:
-        served = stack.enter_context(gateway(bench))
+        served = stack.enter_context(gateway(bench.folder))
         helper, log = stack.enter_context(nodes(bench, served.link_url, tick_s=tick_s))
         served.wait_for_model()
         pid, port, helper_pid = served.process.pid, served.port, helper.pid

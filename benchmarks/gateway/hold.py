@@ -22,7 +22,7 @@ def longest_hold(bench: Bench) -> None:
     out = bench.folder / "holds.json"
     module = ("benchmarks.gateway.probe", str(out))
     with (
-        gateway(bench, module=module) as served,
+        gateway(bench.folder, module=module) as served,
         nodes(bench, served.link_url, tick_s=1 / RATE),
     ):
         served.wait_for_model()

@@ -73,8 +73,14 @@ class Gateway:
     """A real `python -m gateway` process."""
 
     process: subprocess.Popen[str]
-    port: int
+    home: Path
+    url: str
     link_url: str
+    admin_url: str
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
 
     def cpu_s(self) -> float:
         return cpu_s(self.process.pid)
@@ -98,9 +104,10 @@ class Gateway:
 
 
 @contextmanager
-def gateway(bench: Bench, *, module: tuple[str, ...] = ("gateway",)) -> Iterator[Gateway]:
-    """module: what `python -m` is given, with what stands before the gateway's own flags."""
-    home = Path(tempfile.mkdtemp(dir=bench.folder))
+def gateway(folder: Path, *, module: tuple[str, ...] = ("gateway",)) -> Iterator[Gateway]:
+    """folder: where it gets a home. module: what `python -m` is given, with what stands before the
+    gateway's own flags."""
+    home = Path(tempfile.mkdtemp(dir=folder))
     token_file = home / "token"
     token_file.write_text(TOKEN)
     errors = (home / "stderr").open("w")
@@ -123,8 +130,8 @@ def gateway(bench: Bench, *, module: tuple[str, ...] = ("gateway",)) -> Iterator
         for line in process.stdout:
             ready = json.loads(line)
             if ready.get("event") == "ready":
-                port = int(ready["url"].rsplit(":", 1)[1])
-                yield Gateway(process, port, ready["link_url"])
+                urls = [ready[name] for name in ("url", "link_url", "admin_url")]
+                yield Gateway(process, home, *urls)
                 break
         else:
             raise RuntimeError(f"the gateway did not start: {(home / 'stderr').read_text()}")

@@ -23,7 +23,7 @@ def read_log(path: Path) -> Log:
 def streaming(bench: Bench, streams: int, rate: int) -> None:
     """All streams step together; a chunk's delay runs from its oldest token's frame to our read."""
     seconds = 4 if bench.quick else 15
-    with gateway(bench) as served:
+    with gateway(bench.folder) as served:
         with nodes(bench, served.link_url, tick_s=1 / rate) as (_, path):
             served.wait_for_model()
             load = Load("127.0.0.1", served.port)
@@ -81,7 +81,7 @@ STREAM_BUDGETS = {
 
 def first_token(bench: Bench, streams: int, must: float, good: float) -> None:
     """New requests while streams × 50/s run: time to the first chunk less the node's own wait."""
-    with gateway(bench) as served:
+    with gateway(bench.folder) as served:
         with nodes(bench, served.link_url, tick_s=0.02) as (_, path):
             served.wait_for_model()
             load = Load("127.0.0.1", served.port)
@@ -109,7 +109,7 @@ def first_token(bench: Bench, streams: int, must: float, good: float) -> None:
 def json_requests(bench: Bench) -> None:
     """JSON requests of 1 KB, 16 at a time, answered at once with 40 tokens."""
     total = 2000 if bench.quick else 20_000
-    with gateway(bench) as served, nodes(bench, served.link_url):
+    with gateway(bench.folder) as served, nodes(bench, served.link_url):
         served.wait_for_model()
         load = Load("127.0.0.1", served.port)
         request = post(body(1000, 40, stream=False), KEY)
@@ -134,7 +134,7 @@ def json_requests(bench: Bench) -> None:
 def close_to_abort(bench: Bench) -> None:
     """A client leaves mid-stream: until the Abort is at the node."""
     left: dict[str, float] = {}
-    with gateway(bench) as served:
+    with gateway(bench.folder) as served:
         with nodes(bench, served.link_url, tick_s=0.02) as (_, path):
             served.wait_for_model()
             load = Load("127.0.0.1", served.port)
@@ -155,7 +155,7 @@ def close_to_abort(bench: Bench) -> None:
 
 def memory(bench: Bench) -> None:
     """Resident memory with a tokenizer loaded: idle, then 256 streams and 100k page keys."""
-    with gateway(bench) as served:
+    with gateway(bench.folder) as served:
         with nodes(bench, served.link_url, tick_s=0.02):
             served.wait_for_model()
             time.sleep(1.0)

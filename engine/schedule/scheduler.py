@@ -13,8 +13,8 @@ While a step is in flight the next one can be planned if it only decodes on: who
 known, the tokens are not. What the step in flight then ends has a row too many in the next one,
 whose result nobody takes; a step hold keeps its pages until then.
 
-What slower tiers hold of a prompt is ordered when the prompt is queued (tiers.py); the sequence is
-admitted once it is there, by a prefix hit like any other, and others go on meanwhile.
+What slower tiers hold of a prompt is ordered when the prompt is queued (awaited.py); the sequence
+is admitted once it is there, by a prefix hit like any other, and others go on meanwhile.
 
 A prompt may be computed by one engine and decoded by another (transfers.py). Where it is computed
 it is a prompt like others up to its first token, which is not its own to tell. Where it is decoded
@@ -31,6 +31,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from engine.config import ScheduleConfig
+from engine.schedule.awaited import Awaited
 from engine.schedule.events import (
     Load,
     PromptAdvanced,
@@ -55,8 +56,6 @@ from engine.schedule.transfer_orders import Handover, TransferNews
 from engine.schedule.transfers import Transfers
 from policies.contract.wire import FinishReason, PageEvent, TokenLogprob
 from policies.tiering import quota_pages
-
-_MOST_ASKS = 3  # of slower tiers, for one wait: what they bring may be evicted again
 
 
 @dataclass(slots=True)
@@ -92,6 +91,9 @@ class Scheduler:
         self.tiers = SlowerTiers(config, self.pool, self.cache, self.page_events)
         self.transfers = Transfers(config, self.pool, self.cache, spare=self._spare_pages)
         self.rates = Rates(config.prefill_tokens_per_s, config.step_tokens)
+        self._awaited = Awaited(
+            config, self.cache, self.tiers, self.transfers, self.rates, spare=self._spare_pages
+        )
         self.step = 0
         self.preemptions = 0
         self.integrity_faults = 0
@@ -143,8 +145,8 @@ class Scheduler:
         self._sequences[new.sequence_id] = self._waiting[new.sequence_id] = sequence
         if new.transfer is not None:
             self.transfers.begin(sequence)
-        if self.tiers and self._leader(sequence) is None and not self._is_brought(sequence, now):
-            self._ask(sequence, now)
+        if self._leader(sequence) is None:
+            self._awaited.begin(sequence, now)
 
     def abort(self, sequence_id: int, now: float) -> list[SequenceEvent]:
         """The client left. An id that is unknown (or over) is no error: aborts cross finishes."""
@@ -463,58 +465,7 @@ class Scheduler:
         leader = self._leader(sequence)
         if leader is not None:
             return leader.is_computed(sequence.num_prompt - 1)
-        return not self._is_coming(draft, sequence)
-
-    def _is_coming(self, draft: _Draft, sequence: Sequence) -> bool:
-        """Whether the page that its prefix hit would lack is computed by this step, brought for
-        another sequence, or fetched."""
-        if self._is_brought(sequence, draft.now):
-            return True
-        if not draft.computing and not self.tiers:
-            return False
-        keys = sequence.hit_keys(self.config.page_size)
-        depth = self.cache.depth(keys)
-        if depth < len(keys) and keys[depth] in draft.computing:
-            return True
-        if not self.tiers:
-            return False
-        if self.tiers.is_arriving(keys, draft.now):
-            return True
-        # There was no room for all, or what came was evicted while the sequence waited.
-        if sequence.asks == 0 or (depth < sequence.hoped_pages and sequence.asks < _MOST_ASKS):
-            self._ask(sequence, draft.now)
-        return self.tiers.is_arriving(keys, draft.now)
-
-    def _is_brought(self, sequence: Sequence, now: float) -> bool:
-        """Whether another engine is bringing the first page that it lacks, for another sequence."""
-        if sequence.role != "decode" or not self.transfers.imports.num_moving:
-            return False
-        keys = sequence.hit_keys(self.config.page_size)
-        depth = self.cache.depth(keys)
-        return depth < len(keys) and self.transfers.imports.is_coming(keys[depth], now)
-
-    def _ask(self, sequence: Sequence, now: float) -> None:
-        """Let slower tiers bring what they have of a waiting sequence's prefix, where that is
-        quicker than computing it, or than having another engine bring it."""
-        if not sequence.publishes:
-            return
-        room = self._spare_pages()
-        if room <= 0:
-            return
-        if sequence.role == "decode":  # at the pace of the last ones, or 0 before there are any
-            bytes_per_s = self.transfers.import_rate.bytes_per_s
-            pages_per_s = bytes_per_s / max(1, self.config.page_bytes)
-            otherwise = pages_per_s * self.config.page_size
-        else:
-            otherwise = self.rates.prefill_tokens_per_s
-        sequence.asks += 1
-        sequence.hoped_pages = self.tiers.ask(
-            sequence.hit_keys(self.config.page_size),
-            whose=sequence.whose,
-            room=room,
-            prefill_tokens_per_s=otherwise,
-            now=now,
-        )
+        return not self._awaited.is_coming(sequence, draft.computing, draft.now)
 
     def _spare_pages(self) -> int:
         """Pages that can be had beside what running sequences need and may soon grow by."""

@@ -85,13 +85,13 @@ def serve(
     api_key: Annotated[str | None, typer.Option(help="Use this key (16 or more chars).")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="File that holds the key.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cuda or cpu.")] = None,
-    compute: Annotated[str | None, typer.Option(help="exact or fast.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Of weights: auto, bf16 or fp32; or ROLE=VALUE,…")
+    compute: Annotated[
+        str | None, typer.Option(help="exact or fast; this and the next two also as ROLE=VALUE,…")
     ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of weights: auto, bf16 or fp32.")] = None,
     kv_dtype: Annotated[
         str | None,
-        typer.Option(help="Of pages: auto, bf16, fp32, fp8 or int8; or prefill=bf16,decode=fp8."),
+        typer.Option(help="Of pages: auto, bf16, fp32, fp8 or int8; or prefill=bf16,decode=int8."),
     ] = None,
     kv_device_tokens: Annotated[
         int | None, typer.Option(help="Tokens the KV pool of each engine holds.")
@@ -137,9 +137,8 @@ def serve(
     from gateway.cli.home import home_folder, prepare_home, secret_file
     from gateway.cli.serve import serve as run
     from gateway.cli.serve_key import serve_key
-    from gateway.cli.serve_plan import ServeOptions, require_compute, require_split
+    from gateway.cli.serve_plan import ServeOptions, require_split
 
-    require_compute(compute)
     require_split(split)
     folder = prepare_home(home_folder(home))
     key_file, secret = serve_key(folder, literal=api_key, file=api_key_file)

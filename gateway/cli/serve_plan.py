@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -16,7 +17,8 @@ from policies.pairing import SplitMode
 
 DEFAULT_PORT = 8000
 DEFAULT_MODEL = "smollm2-135m"
-BY_ROLE = ("--dtype", "--kv-dtype")  # engine flags that may be given for each role
+# Engine flags that may be given for each role, and what an engine does without them.
+BY_ROLE = {"--compute": "exact", "--dtype": "auto", "--kv-dtype": "bf16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,7 @@ class ServeOptions:
     join_token_file: Path
     threads: int | None = None
     script: Path | None = None
-    # Flags and values in turn, handed to every node agent; those of BY_ROLE may differ by role.
+    # Flags and values in turn, handed to every node agent; those in BY_ROLE may differ by role.
     engine_flags: tuple[str, ...] = ()
     upstreams: tuple[str, ...] = ()  # URLs of foreign servers
     upstream_flags: tuple[str, ...] = ()  # what is said of them, handed to the gateway
@@ -105,6 +107,9 @@ def plan_serve(options: ServeOptions, *, port: int, link_port: int, admin_port: 
     if options.script is not None:
         node += ["--script", str(options.script)]
     flags_of = {role: ("--role", role, *engine_flags(options, role)) for role in set(roles)}
+    if len({kept_pages(flags) for flags in flags_of.values()}) > 1:
+        # Another node's pages are not those that a node would compute: no answer is exact.
+        flags_of = {role: (*flags, "--announce", "fast") for role, flags in flags_of.items()}
     return ServePlan(
         gateway=Launch("gateway", "gateway", tuple(gateway)),
         nodes=tuple(
@@ -156,23 +161,34 @@ def engine_flags(options: ServeOptions, role: Role) -> list[str]:
     """Those of a node of this role. Raises Problem."""
     flags: list[str] = []
     for flag, value in zip(options.engine_flags[::2], options.engine_flags[1::2], strict=True):
-        own = for_role(flag, value, role) if flag in BY_ROLE and "=" in value else value
-        if own is not None:
-            flags += [flag, own]
+        value_by_role = by_role(flag, value) if flag in BY_ROLE else {role: value}
+        if flag == "--compute":
+            for told in value_by_role.values():
+                require_compute(told)
+        if role in value_by_role:
+            flags += [flag, value_by_role[role]]
     return flags
 
 
-def for_role(flag: str, text: str, role: Role) -> str | None:
-    """`prefill=bf16,decode=fp8`: what is told for this role; None leaves the engine's default."""
+def kept_pages(flags: Sequence[str]) -> tuple[str, ...]:
+    """What decides on the bits of a node's pages, of its flags and their values in turn."""
+    told = BY_ROLE | dict(zip(flags[::2], flags[1::2], strict=True))
+    return tuple([told[flag] for flag in BY_ROLE])
+
+
+def by_role(flag: str, text: str) -> dict[str, str]:
+    """`bf16`, or `prefill=bf16,decode=fp8`, where a role that is not named keeps the default."""
+    if "=" not in text:
+        return dict.fromkeys(get_args(Role), text)
     value_by_role = dict([part.partition("=")[::2] for part in text.split(",")])
     if not (all(value_by_role.values()) and value_by_role.keys() <= set(get_args(Role))):
         raise Problem(
             flag,
             found=text,
             allowed="one value, or ROLE=VALUE of prefill, decode and mixed, with commas",
-            remedy=f"pass it as {flag} prefill=bf16,decode=fp8",
+            remedy=f"pass it as {flag} prefill=VALUE,decode=VALUE",
         )
-    return value_by_role.get(role)
+    return value_by_role
 
 
 def require_split(value: str | None) -> None:

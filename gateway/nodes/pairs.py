@@ -197,15 +197,18 @@ class Pairs:
         return pair(wanted, whole, computing, decoders, mode, self._parameters), prefill
 
     def _can_decode(self, one: Scored, prefill: Scored, now: float) -> bool:
-        """Whether pages of prefill mean the same there, in whatever precision, and get there."""
+        """Whether pages of prefill mean the same there and get there; in another precision only
+        where no exact answer is promised, as it would not be decode's own."""
         node_id = one.candidate.node_id
         node, engine = self._node_by_id[node_id], self._engine(one)
         source = self._engine(prefill).info
+        is_exact = source.compute == "exact"
         return (
             node.role.current != "prefill"
             and node.splits(engine)
             and engine.info.identity == source.identity
             and engine.info.page_size == source.page_size
+            and (not is_exact or engine.info.layout_id == source.layout_id)
             and self._faults.allows(prefill.candidate.node_id, node_id, now)
         )
 

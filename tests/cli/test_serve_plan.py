@@ -87,6 +87,7 @@ def test_prefill_and_decode_nodes_have_their_roles_and_share_the_cores() -> None
         ({"num_prefill": 1, "num_decode": -1}, "--decode"),
         ({"engine_flags": ("--kv-dtype", "decoder=fp8")}, "--kv-dtype"),
         ({"engine_flags": ("--dtype", "prefill=")}, "--dtype"),
+        ({"engine_flags": ("--compute", "prefill=quick")}, "--compute"),
     ],
 )
 def test_what_no_fleet_can_be_is_refused(changes: dict[str, object], field: str) -> None:
@@ -103,6 +104,26 @@ def test_a_precision_may_be_given_for_each_role() -> None:
     assert "--dtype" not in prefill.arguments
     assert flag(decode, "--dtype") == "fp32"
     assert flag(prefill, "--device") == flag(decode, "--device") == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("flags", "announced"),
+    [
+        (("--compute", "prefill=fast,decode=exact", "--kv-dtype", "int8"), ["fast", "fast"]),
+        (("--compute", "prefill=fast"), ["fast", "fast"]),
+        (("--kv-dtype", "decode=int8"), ["fast", "fast"]),
+        (("--dtype", "decode=fp32"), ["fast", "fast"]),
+        (("--compute", "prefill=fast,decode=fast"), [None, None]),
+        (("--compute", "fast", "--kv-dtype", "prefill=bf16"), [None, None]),
+    ],
+)
+def test_where_roles_make_other_pages_no_node_promises_exact_answers(
+    flags: tuple[str, ...], announced: list[str | None]
+) -> None:
+    given = options(num_prefill=1, num_decode=1, engine_flags=flags)
+    nodes = plan_serve(given, port=1, link_port=2, admin_port=3).nodes
+    told = [flag(node, "--announce") if "--announce" in node.arguments else None for node in nodes]
+    assert told == announced
 
 
 def test_a_way_to_split_that_nobody_knows_starts_nothing(tmp_path: Path) -> None:

@@ -128,6 +128,35 @@ def test_a_split_answers_as_one_node_does_and_finds_as_much(
         assert row["cached_tokens"] == answer.cached
 
 
+def test_prefill_may_compute_fast_and_decode_keep_other_pages(
+    tmp_path: Path, balanced: Balanced
+) -> None:
+    """Of a model that has kernels for both ways to compute. Nothing of it passes for exact."""
+    roles = ("--prefill", "1", "--decode", "1", "--split", "always")
+    precision = ("--compute", "prefill=fast,decode=exact", "--kv-dtype", "decode=int8")
+    question = "Does the lantern burn? " * 40
+    with Stack(tmp_path / "home", "--port", "0", *ALONE, *roles, *precision) as stack:
+        (served, *_) = call(stack.api, "GET", "/v1/models")["data"]
+        first = ask(stack, question)
+        second = ask(stack, question, first.text, "And now?")
+        whole = ask(stack, question, n=2)
+        infos = [node["engines"][0]["info"] for node in stack.nodes()]
+        balanced(stack)
+    assert served["kagari"]["compute"] == "fast"
+    assert [(info["compute"], info["kv_precision"]) for info in infos] == [
+        ("fast", "bf16"),
+        ("fast", "int8"),
+    ]
+    assert infos[0]["identity"] == infos[1]["identity"]
+    assert infos[0]["page_kind"] != infos[1]["page_kind"]
+    told = [(one.path, one.headers["x-kagari-precision"]) for one in (first, second, whole)]
+    split = ("split", "q4_1/bf16/fast > q4_1/int8/fast")
+    assert told == [split, split, ("bypass", "q4_1/int8/fast")]
+    full_pages = (first.usage["prompt_tokens"] - 1) // PAGE
+    assert second.cached == full_pages * PAGE, "other pages do not come home"
+    assert whole.cached == full_pages * PAGE, "prefill's pages, converted"
+
+
 # --- scripted engines, whose pages travel all the same -------------------------------------------
 
 

@@ -172,6 +172,17 @@ def test_a_fast_engine_says_so_and_its_pages_have_keys_of_their_own(tmp_path: Pa
     assert not exact_keys & fast_keys
 
 
+def test_an_exact_engine_that_takes_pages_of_fast_ones_promises_no_more_than_they(
+    tmp_path: Path,
+) -> None:
+    engine = EngineProcess(tmp_path, "--announce", "fast")
+    try:
+        info = engine.up().info
+        assert (info.compute, info.identity) == ("fast", "m+fast")
+    finally:
+        engine.close()
+
+
 def test_news_come_each_second_when_idle(engine: EngineProcess) -> None:
     engine.up()
     engine.next()
@@ -257,6 +268,8 @@ def test_sixty_four_streams_keep_a_pace_of_200_tokens_a_second(engine: EnginePro
         (["--max-running", "600"], 2, ["--max-running", "600"]),
         (["--threads", "0"], 2, ["--threads"]),
         (["--compute", "quick"], 2, ["--compute", "quick", "exact or fast", "leave it out"]),
+        (["--announce", "quick"], 2, ["--announce", "quick", "auto, fast", "leave it out"]),
+        (["--compute", "fast", "--announce", "exact"], 2, ["--announce", "exact beside", "fast"]),
         (["--kv-dtype", "int4"], 2, ["--kv-dtype", "int4", "fp8, int8", "leave it out for bf16"]),
         (["--overlap", "maybe"], 2, ["--overlap", "maybe"]),
         (["--kv-host-mb", "-1"], 2, ["--kv-host-mb", "-1", "0 or more", "leave it out"]),

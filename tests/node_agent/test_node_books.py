@@ -326,7 +326,8 @@ def test_the_command_line_in_one_value(tmp_path: Path) -> None:
             *("--gateway", "ws://127.0.0.1:9001", "--gateway", "https://g.example/x"),
             *("--join-token-file", str(tmp_path / "token"), "--node-id", "n1"),
             *("--model", "a", "--model", "b", "--home", str(tmp_path), "--threads", "2"),
-            *("--kv-dtype", "fp32", "--compute", "fast", "--kv-device-tokens", "4096"),
+            *("--kv-dtype", "fp32", "--compute", "exact", "--announce", "fast"),
+            *("--kv-device-tokens", "4096"),
             *("--peer-host", "10.0.0.7", "--peer-port", "7400"),
         ]
     )
@@ -338,7 +339,8 @@ def test_the_command_line_in_one_value(tmp_path: Path) -> None:
     assert config.join_token == "secret"
     assert config.models == ("a", "b")
     assert config.engine_flags == (
-        *("--kv-dtype", "fp32", "--compute", "fast", "--kv-device-tokens", "4096"),
+        *("--kv-dtype", "fp32", "--compute", "exact", "--announce", "fast"),
+        *("--kv-device-tokens", "4096"),
     )
 
 
@@ -360,6 +362,13 @@ def test_engines_take_part_in_splits_on_free_ports_unless_told_not_to() -> None:
         (["--gateway", "ws://x", "--join-token", "t", "--node-id", ".."], "--node-id"),
         (["--gateway", "ws://x", "--join-token", "t", "--threads", "0"], "--threads"),
         (["--gateway", "ws://x", "--join-token", "t", "--compute", "quick"], "--compute"),
+        (
+            [
+                *("--gateway", "ws://x", "--join-token", "t"),
+                *("--compute", "fast", "--announce", "exact"),
+            ],
+            "--announce",
+        ),
         (["--gateway", "ws://x", "--join-token", "t", "--bundle", "b"], "--bundle"),
         (["--gateway", "ws://x", "--join-token", "t", "--peer-port", "no"], "--peer-port"),
         (["--gateway", "ws://x", "--join-token", "t", "--peer-host", "::"], "--peer-host"),

@@ -142,7 +142,8 @@ def test_both_are_expected_to_have_the_prompt_then() -> None:
     ("at_prefill", "at_decode", "returns"),
     [
         ({}, {}, True),
-        ({}, {"layout_id": "fp8"}, False),  # its pages would mean something else there
+        # its pages would mean something else there
+        ({"compute": "fast"}, {"compute": "fast", "layout_id": "fp8"}, False),
         ({"host_arena": "a"}, {"host_arena": "a"}, False),
         ({"host_arena": "a"}, {"host_arena": "b"}, True),
     ],
@@ -156,7 +157,7 @@ def test_what_decode_computes_is_sent_back_where_nothing_else_brings_it(
     for name in ("p1", "d1"):
         pair.nodes[name].report(tiers=tiers)
     pair.nodes["x1"].cut()
-    with pair.ask() as stream:
+    with pair.ask(compute=at_prefill.get("compute", "exact")) as stream:
         assert stream.path == "split"
         _, sent, _, taken = halves(pair)
         assert sent.return_id == taken.return_id
@@ -225,7 +226,13 @@ def test_a_lone_decode_node_serves_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"peer": ""}, {"identity": "other"}, {"page_size": 32, "num_pages": 2000}]
+    "changes",
+    [
+        {"peer": ""},
+        {"identity": "other"},
+        {"page_size": 32, "num_pages": 2000},
+        {"layout_id": "fp8"},  # as exact engines: what comes would not be what they compute
+    ],
 )
 def test_engines_that_cannot_exchange_pages_are_no_pair(changes: dict[str, Any]) -> None:
     pair = Pair("p1")

@@ -1,0 +1,1 @@
+"""A modest tenant beside a greedy one: how long its first tokens take, with turns and without."""
