@@ -14,7 +14,10 @@ PIP := $(BIN)/pip --disable-pip-version-check --no-input
 BENCHMARKS := engine kv_pages text gateway store tiering tiers cluster_store transfer pd routing affinity fairness
 QUIET := $(if $(CI),--quiet,)
 
-.PHONY: install serve test demo prove peers clients model clean
+# Tests start hundreds of processes; what a module compiles to is kept for the next of them.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: install packages kernels serve test types collect style demo prove peers clients model clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -22,11 +25,21 @@ install: $(STAMP)
 $(VENV)/bin/python:
 	@sh .ci/make-venv "$(PYTHON)" "$(VENV)"
 
+# The kernels need a compiler and no package, so they are compiled while packages come; packages are
+# compiled on all cores, where pip would on one.
 $(STAMP): $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP) install $(QUIET) -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(PIP) install $(QUIET) -c constraints.txt -e '.[node,mooncake,dev]'
+	@$(MAKE) --no-print-directory -j 2 packages kernels
 	@$(BIN)/python -m engine.execute.kernels.cpu || true  # without a compiler torch serves alone
 	@touch $@
+
+packages: $(VENV)/bin/python
+	$(PIP) install --no-compile $(QUIET) -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) install --no-compile $(QUIET) -c constraints.txt -e '.[node,mooncake,dev]'
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true  # templates are no Python
+
+kernels: $(VENV)/bin/python
+	@$(BIN)/python -c 'from engine.execute.kernels.cpu.build import library_file; library_file()' \
+	  2>/dev/null || true
 
 model: $(STAMP)
 	@$(BIN)/kagari models pull smollm2-135m
@@ -37,11 +50,21 @@ serve: $(STAMP)
 demo: $(STAMP) model
 	@exec $(BIN)/kagari demo $(ARGS)
 
-test: $(STAMP) model
+# Three at a time, also on two cores: tests wait for processes as long as they compute.
+test: $(STAMP)
+	@$(MAKE) --no-print-directory -j 2 --output-sync=target types collect style model
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" $(ARGS)
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+# Beside the types, tests are compiled once, which each of pytest's processes would do again.
+collect: $(STAMP)
+	@$(BIN)/pytest --collect-only -qq >/dev/null || true  # the run itself says what is wrong
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" $(ARGS)
 
 # Full counts and every headline number: long, on an otherwise idle machine.
 prove: $(STAMP) model clients

@@ -1,4 +1,4 @@
-"""Shared by all tests: the async backend, interpreted Triton, where the recordings lie."""
+"""Shared by all tests: the async backend, interpreted Triton, the recordings, whose turn it is."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,29 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before a kernel is
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+WAITING = ("benchmarks", "cli", "cluster", "node_agent")  # folders that mostly wait for processes
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Spread files that wait evenly among those that compute, where several run at a time.
+
+    In the order of their names most that wait come first, and meanwhile cores idle.
+    """
+    if not hasattr(config, "workerinput"):  # alone, an order that shares fixtures is better
+        return
+    waiting, computing = [], []
+    for file in dict.fromkeys(item.path for item in items):
+        is_waiting = file.relative_to(TESTS).parts[0] in WAITING
+        (waiting if is_waiting else computing).append(file)
+    place = {
+        file: (at + 0.5) / len(group)
+        for group in (waiting, computing)
+        for at, file in enumerate(group)
+    }
+    items.sort(key=lambda item: place[item.path])
 
 
 @pytest.fixture

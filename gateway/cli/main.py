@@ -336,6 +336,7 @@ def config_show(
 @app.command()
 def demo(
     check: Annotated[bool, typer.Option(help="Exit 1 if a claim does not hold.")] = False,
+    turns: Annotated[int, typer.Option(min=3, max=5, help="Of each agent in act 1.")] = 5,
     landing_tokens: Annotated[
         int, typer.Option(min=512, max=7000, help="Of the prompt that lands in act 3.")
     ] = 6000,
@@ -344,7 +345,7 @@ def demo(
     """A live show on the embedded model: affinity, its discount, split nodes, slower tiers."""
     from gateway.demo.show import run_demo
 
-    run_demo(check=check, as_json=as_json, landing_tokens=landing_tokens)
+    run_demo(check=check, as_json=as_json, turns=turns, landing_tokens=landing_tokens)
 
 
 if __name__ == "__main__":

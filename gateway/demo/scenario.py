@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 NUM_AGENTS = 4
-NUM_TURNS = 5
+NUM_TURNS = 5  # at most: questions have so many nouns
 COMPLETION_TOKENS = 8
 # Two agents' conversations (28 pages each at their end) fit beside the shared prefix (40 pages),
 # with some room; four do not.

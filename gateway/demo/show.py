@@ -34,7 +34,6 @@ from gateway.demo.returns import FLAGS, play_returns
 from gateway.demo.scenario import (
     COMPLETION_TOKENS,
     NUM_AGENTS,
-    NUM_TURNS,
     POOL_TOKENS,
     Conversation,
     turn_order,
@@ -110,14 +109,14 @@ class Screen:
             self.console.print(f"  {mark}  {claim.text}", highlight=False)
 
 
-def run_demo(*, check: bool, as_json: bool, landing_tokens: int) -> None:
+def run_demo(*, check: bool, as_json: bool, turns: int, landing_tokens: int) -> None:
     """All acts. With check, exit 1 when a claim fails; with as_json, one object on stdout.
 
-    landing_tokens: of the prompt that lands in act 3.
+    turns: of each agent in act 1; landing_tokens: of the prompt that lands in act 3.
     """
     screen = Screen()
     try:
-        acts = play(screen, landing_tokens)
+        acts = play(screen, turns=turns, landing_tokens=landing_tokens)
     except StackFailed as error:
         raise Problem(
             "demo",
@@ -132,17 +131,17 @@ def run_demo(*, check: bool, as_json: bool, landing_tokens: int) -> None:
         raise SystemExit(FAILED)
 
 
-def play(screen: Screen, landing_tokens: int) -> list[Act]:
+def play(screen: Screen, *, turns: int, landing_tokens: int) -> list[Act]:
     """Each act on fresh nodes, act 2 from the ledger of act 1's second half."""
     screen.say(
-        f"{NUM_AGENTS} agents, {NUM_TURNS} turns each, one system prompt for all; 2 nodes that "
+        f"{NUM_AGENTS} agents, {turns} turns each, one system prompt for all; 2 nodes that "
         f"hold {POOL_TOKENS:,} tokens each. All on this machine, with {MODEL}."
     )
     with tempfile.TemporaryDirectory(prefix="kagari-demo-") as folder:
         with started(Path(folder, "before"), {"KAGARI_ROUTING__POLICY": "round_robin"}) as stack:
-            before = conversations(stack, ROUND_ROBIN, screen)
+            before = conversations(stack, ROUND_ROBIN, turns, screen)
         with started(Path(folder, "after"), {}) as stack:
-            after = conversations(stack, AFFINITY, screen)
+            after = conversations(stack, AFFINITY, turns, screen)
             ledger = stack.home / LEDGER_NAME
             lines = settled(ledger, len(after))
             total = usage_by(ledger, ())[0]
@@ -209,7 +208,7 @@ def show_returns(stack: Stack, screen: Screen) -> Act:
     return tiers_act(returns, killed)
 
 
-def conversations(stack: Stack, routing: str, screen: Screen) -> list[Turn]:
+def conversations(stack: Stack, routing: str, num_turns: int, screen: Screen) -> list[Turn]:
     """All turns of all agents: in each all ask together, in an order that shifts from turn to turn.
 
     Together, because a second prompt that shares a prefix is sent behind the first unless its node
@@ -223,7 +222,7 @@ def conversations(stack: Stack, routing: str, screen: Screen) -> list[Turn]:
     screen.say("\n" + measured(stack))
     turns: list[Turn] = []
     with screen.turns(title), ThreadPoolExecutor(NUM_AGENTS) as pool:
-        for turn in range(1, NUM_TURNS + 1):
+        for turn in range(1, num_turns + 1):
             order = [agents[agent] for agent in turn_order(turn)]
             waiting = []
             for conversation in order:

