@@ -145,6 +145,7 @@ extern "C" const Kernels kagari_isa_0, kagari_isa_1, kagari_isa_2, kagari_isa_3,
 using RunRange = void (*)(void* context, int64_t begin, int64_t end);
 extern "C" void kagari_parallel(int64_t count, int64_t grain, RunRange body, void* context);
 extern "C" int32_t kagari_threads();  // with the caller's
+extern "C" int64_t kagari_near_bytes();  // of a core's first level cache of data
 
 template <class Body>
 static inline void parallel(int64_t count, int64_t grain, const Body& body) {

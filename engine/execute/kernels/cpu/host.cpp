@@ -20,6 +20,7 @@ namespace {
 // --- instruction sets ----------------------------------------------------------------------------
 
 const RunOp* kernels;  // of the instruction set that is open
+const int64_t near_bytes = sysconf(_SC_LEVEL1_DCACHE_SIZE);  // 0, -1: not known
 
 // Whether the CPU has AMX, and the system lets this process use it: it wants to be asked first, and
 // refuses where a thread's stack for signals has no room for the tiles.
@@ -280,6 +281,8 @@ void kagari_parallel(int64_t count, int64_t grain, RunRange body, void* context)
 }
 
 int32_t kagari_threads() { return num_beside + 1; }
+
+int64_t kagari_near_bytes() { return near_bytes > 0 ? near_bytes : 32768; }
 
 // --- what Python calls ---------------------------------------------------------------------------
 

@@ -841,13 +841,14 @@ struct Run {  // sixteen keys and values [dim] of a page, of which begin … end
 struct Ahead {  // keys and values that come next, fetched line by line between other work
   const char* keys;
   const char* values;
+  bool has_room;  // in the first level cache, beside those in use; else they come to the second
 
-  Ahead from(int64_t offset) const { return {keys + offset, values + offset}; }
+  Ahead from(int64_t offset) const { return {keys + offset, values + offset, has_room}; }
 
   // Always inline: GCC 12 takes a function that does nothing else for one without effect.
   __attribute__((always_inline)) void fetch(int64_t offset) const {
-    __builtin_prefetch(keys + offset);
-    __builtin_prefetch(values + offset);
+    if (has_room) __builtin_prefetch(keys + offset), __builtin_prefetch(values + offset);
+    else __builtin_prefetch(keys + offset, 0, 2), __builtin_prefetch(values + offset, 0, 2);
   }
 };
 
@@ -1626,6 +1627,7 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
   }
   for (int r = 0; r < of.count; r++) clear_state(work.merged + r * width, dim);
 
+  const bool has_room = 4 * KEY_TILE * dim * (int)sizeof(Element) <= kagari_near_bytes() * 3 / 4;
   constexpr int TILES = KEY_STRETCH / KEY_TILE;
   const int first_tile = piece.first_key / KEY_TILE, last_tile = piece.last_key / KEY_TILE;
   Run runs[2][TILE_RUNS];
@@ -1638,7 +1640,8 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
     Ahead ahead[TILE_RUNS];
     for (int i = 0; i < TILE_RUNS; i++) {
       const char* nowhere = reinterpret_cast<const char*>(work.values);
-      ahead[i] = {next[i].keys ? next[i].keys : nowhere, next[i].keys ? next[i].values : nowhere};
+      const char *keys = next[i].keys, *values = next[i].values;
+      ahead[i] = {keys ? keys : nowhere, keys ? values : nowhere, has_room};
     }
     if (tile == first_tile || tile % TILES == 0) {
       for (int r = 0; r < of.count; r++) clear_state(work.stretch + r * width, dim);
