@@ -58,7 +58,7 @@ class Ask:
     prompt_tokens: int
     keys: Callable[[Upstream], Sequence[bytes]]
     session: bytes | None
-    spread_by: bytes
+    request_id: str
     whole: bool = False
     tried: list[str] = field(default_factory=list)  # servers that failed it
 
@@ -193,9 +193,11 @@ class Upstreams:
         home = None if ask.session is None else self._homes.find(ask.session, now)
         wanted = Wanted(
             prompt_tokens=ask.prompt_tokens,
-            hash_key=ask.session or ask.spread_by,
+            hash_key=ask.session or ask.request_id.encode(),
             home=home,
             has_affinity_key=ask.session is not None,
+            page_keys=ask.keys(ask.model.upstreams[0]) if ask.session is None else (),
+            page_tokens=ask.model.upstreams[0].config.page_size,
         )
 
         def reach(candidate: Candidate) -> list[Reach]:

@@ -121,7 +121,6 @@ async def _begin(
             return ()  # it reads another text from these ids
         return upstream.event_keys(model.canonical, key.tenant, ids[0])
 
-    alike = keys(model.upstreams[0])  # prompts that begin alike are sent alike
     run = UpstreamRun(
         services=services,
         upstreams=upstreams,
@@ -132,7 +131,7 @@ async def _begin(
             prompt_tokens=tokens,
             keys=keys,
             session=session,
-            spread_by=alike[-1] if alike else exchange.request_id.encode(),
+            request_id=exchange.request_id,
             whole=not request.is_one_sequence,
         ),
         tenant=key.tenant,
