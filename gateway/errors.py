@@ -440,6 +440,7 @@ CLIENT_CODE = {
     "pool_too_small": "context_length_exceeded",
     "ttft_missed": "capacity_exceeded",
 }
+FOUND = {"node_draining": "a node that takes nothing new, and no other that serves the model"}
 
 
 def fault(code: str) -> GatewayError:
@@ -451,7 +452,7 @@ def fault(code: str) -> GatewayError:
     kind = KINDS.get(told, KINDS["engine_error"])
     return GatewayError(
         kind.code,
-        found="a stream that broke off before its end",
+        found=FOUND.get(code, "a stream that broke off before its end"),
         allowed="a stream with an end",
         remedy="send the request again; nothing of it was billed"
         if kind.should_retry

@@ -5,9 +5,9 @@ rate, + (own_weight − 1) × its own uncached tokens ÷ the nodes' mean rate, w
 others, + the time to fetch what slower tiers hold of its prefix, where that is quicker than
 computing it, + pressure_s × k ÷ (1 − k) where a share k of the pages is in use: affinity and
 residency are worth tokens, they are no command. Among nodes whose costs are nearly equal the order
-is rendezvous hashing (Thaler and Ravishankar, 1998) on the session's key, else on the prompt's
-first page, walked with a bounded load (Mirrokni et al., 2016), so that gateways agree without
-talking and a node that joins or leaves moves few sessions.
+is rendezvous hashing (Thaler and Ravishankar, 1998) on the session's key, else on the first page of
+the prompt that none of them has, walked with a bounded load (Mirrokni et al., 2016), so that
+gateways agree without talking and a node that joins or leaves moves few sessions.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RoutingPolicy(StrEnum):
 class RoutingParameters(Struct, frozen=True, forbid_unknown_fields=True):
     """defaults/routing.toml says what each is for."""
 
-    version: str = "routing-3"
+    version: str = "routing-4"
     own_weight: float = 4.0
     pressure_s: float = 0.5
     slack: float = 0.15
@@ -109,13 +109,24 @@ class Candidate(Struct, frozen=True, gc=False):
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What routing must know of a request. home_tokens: of the session's last prompt; they are what
-    a home that tells of no pages is believed to hold."""
+    a home that tells of no pages is believed to hold. page_keys: of full pages, deepest first,
+    where nothing names the session."""
 
     prompt_tokens: int
     hash_key: bytes  # same key, same order of nodes
     home: str | None  # the session's home, when it is known
     has_affinity_key: bool
     home_tokens: int = 0
+    page_keys: Sequence[bytes] = ()
+    page_tokens: int = 1
+
+    def order_key(self, resident_tokens: int) -> bytes:
+        """What orders nodes of equal cost that have so much of the prompt. What begins as many
+        others do and is everywhere tells nothing: it would put the same nodes first for all."""
+        if not self.page_keys:
+            return self.hash_key
+        pages = resident_tokens // self.page_tokens
+        return self.page_keys[max(0, len(self.page_keys) - 1 - pages)]
 
 
 class Reach(Struct, frozen=True, gc=False):
@@ -311,7 +322,8 @@ def _pick_near(
     def load(one: Scored) -> float:
         return one.candidate.in_flight / _rate(one.candidate, parameters)
 
-    ordered = sorted(near, key=lambda one: rendezvous(wanted.hash_key, one.candidate), reverse=True)
+    key = wanted.order_key(max([one.hit_tokens for one in near]))
+    ordered = sorted(near, key=lambda one: rendezvous(key, one.candidate), reverse=True)
     for one in ordered:
         if one.candidate.in_flight < ceil(most_per_rate * _rate(one.candidate, parameters)):
             return one, "rendezvous"

@@ -101,7 +101,7 @@ async def begin(
     for source in signal.ignored:
         services.metrics.count("kagari_affinity_ignored", source=source)
     session = session_key(key.tenant, served, signal)
-    ttft_deadline_s = _ttft_left_s(services, exchange, key) if len(prompts) == 1 else None
+    deadline_s = ttft_left_s(services, exchange, key)
     parts: list[Part] = []
     for number, (prompt, max_tokens) in enumerate(zip(prompts, limits, strict=True)):
         dispatch = make_dispatch(
@@ -115,7 +115,7 @@ async def begin(
             session=session,
             max_tokens=max_tokens,
             retention_s=retention.seconds,
-            ttft_deadline_s=ttft_deadline_s,
+            ttft_deadline_s=None if number else deadline_s,  # the first one's stands for all
         )
         choices = [
             Choice(
@@ -242,9 +242,8 @@ async def tokenised(
         ) from None
 
 
-def _ttft_left_s(services: Services, exchange: Exchange, key: Key) -> float | None:
-    """Until the first token has to come; of one prompt, for of several some may be answered while
-    others wait, and what is answered is not given up."""
+def ttft_left_s(services: Services, exchange: Exchange, key: Key) -> float | None:
+    """Until the request's first token has to come; None: whenever it comes."""
     limit_ms = key.ttft_deadline_ms
     if limit_ms is None:
         limit_ms = services.config.limits.ttft_deadline_ms

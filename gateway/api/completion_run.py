@@ -151,6 +151,7 @@ class CompletionRun:
                 ended = ended or turn.reason is not None
         if turns and self.first_token_at is None and self._produced():
             self.first_token_at = time.monotonic()
+            self.first.lift_ttft_deadline()
         if ended:
             self._running = [(part, one) for part, one in self._running if not part.is_over]
             self._place()

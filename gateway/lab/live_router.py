@@ -43,10 +43,12 @@ class LiveRouter:
         home = self._homes.look(_session_key(request), now) if request.has_signal else None
         wanted = Wanted(
             prompt_tokens=request.prompt_tokens,
-            hash_key=_session_key(request) if request.has_signal or not keys else keys[-1],
+            hash_key=_session_key(request),
             home=None if home is None else home.node_id,
             has_affinity_key=request.has_signal,
             home_tokens=0 if home is None else home.prompt_pages * PAGE_TOKENS,
+            page_keys=() if request.has_signal else keys,
+            page_tokens=PAGE_TOKENS,
         )
 
         def reach(candidate: Candidate) -> list[Reach]:

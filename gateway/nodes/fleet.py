@@ -29,6 +29,7 @@ from gateway.nodes.placement import NoCapacity as NoCapacity  # what dispatch ra
 from gateway.nodes.placement import NoNode as NoNode
 from gateway.nodes.placement import OldNodes as OldNodes
 from gateway.nodes.placement import TooLate as TooLate
+from gateway.nodes.queue_moves import QueueMoves
 from gateway.nodes.queued import Queued, Queues
 from gateway.nodes.served import ServedModels
 from gateway.nodes.session import Session
@@ -60,7 +61,7 @@ from policies.pairing import PairingParameters, SplitMode
 from policies.pairing import parse_parameters as parse_pairing
 from policies.queue import QueueBounds
 from policies.residency import event_keys
-from policies.routing import RoutingParameters, RoutingPolicy, parse_parameters, retry_within_bounds
+from policies.routing import RoutingParameters, RoutingPolicy, parse_parameters
 
 log = structlog.get_logger("kagari.nodes")
 
@@ -151,6 +152,7 @@ class Fleet:
         self.queues = Queues(
             routing.fallback_tokens_per_s, self._send_queued, self._placement.uncached_tokens
         )
+        self._moves = QueueMoves(self.queues, self._replace, self._fail)
         self._known_requests: OrderedDict[str, None] = OrderedDict()
         self._orphans: deque[Flow] = deque()
         self._ticked_at = clock()
@@ -345,6 +347,23 @@ class Fleet:
         else:
             self._fault(leg.flow, code, message, now, prefill=True)
 
+    def _replace(self, flow: Flow, now: float) -> NoNode | NoCapacity | None:
+        """Another place for what was sent to none, so the old one counts as no attempt. A refusal
+        leaves it where it is."""
+        last = flow.tries.pop()
+        flow.attempt -= 1
+        try:
+            plan = self.pairs.plan(flow, now, is_last=flow.attempt + 1 >= MAX_ATTEMPTS)
+        except (NoNode, NoCapacity) as refusal:
+            flow.tries.append(last)
+            flow.attempt += 1
+            return refusal
+        self._stop(flow)
+        if flow.engine is not None:
+            flow.engine.leave(flow)
+        self._take_place(flow, plan, now)
+        return None
+
     # --- links ------------------------------------------------------------------------------------
 
     def attach(self, hello: Hello) -> Session | Refused:
@@ -362,8 +381,7 @@ class Fleet:
         node.join(hello, session, now)
         self._served.forget()
         self._welcome(node, session, hello.bundles[:MAX_ENGINES])
-        if node.drained_by_operator:
-            outbox.send_urgent(wire.encode(wire.Drain(True)))
+        self._tell_drain(node)
         log.info("node_joined", node=node.node_id, epoch=node.epoch, engines=len(hello.engines))
         return session
 
@@ -410,7 +428,7 @@ class Fleet:
             self._fault(flow, "node_lost", message, now)
         for leg in legs:
             self._leg_failed(leg, "node_lost", message, now)
-        self._move_queued(node, now)
+        self._moves.node_changed(node, now)
         self._pump()
 
     def receive(self, session: Session, frame: bytes) -> None:
@@ -448,7 +466,7 @@ class Fleet:
                 self._on_engines_changed(node, session, engines)
             case Draining():
                 node.draining_itself = True
-                self._move_queued(node, self._clock())
+                self._moves.node_changed(node, self._clock())
             case PinResult() | PurgeResult():
                 self._on_order_result(node.node_id, message)
             case _:  # a second Hello
@@ -503,7 +521,7 @@ class Fleet:
             return
         node.set_engines(engines)
         self._welcome(node, session)
-        self._move_queued(node, self._clock())
+        self._moves.node_changed(node, self._clock())
 
     def _on_page_events(self, engine: Engine, session: Session, frame: PageEvents) -> None:
         lost = engine.residency.apply(frame)
@@ -524,7 +542,7 @@ class Fleet:
                 self._fault(flow, "engine_lost", message, now)
             for leg in [one for one in session.legs.values() if one.engine is engine]:
                 self._leg_failed(leg, "engine_lost", message, now)
-        self._move_queued(node, now)
+        self._moves.node_changed(node, now)
 
     def _on_bundle_part(self, node: Node, session: Session, part: BundlePart) -> None:
         assembly = session.assemblies.get(part.digest)
@@ -556,7 +574,8 @@ class Fleet:
         while self._orphans:
             self.abort(self._orphans.popleft())
         if self.queues:
-            self._tick_queued(now)
+            self._moves.tick(now)
+            self.queues.tick(now)
         self._balance.tick(now)
 
     def _tick_node(self, node: Node, now: float) -> None:
@@ -566,6 +585,7 @@ class Fleet:
                 del self._node_by_id[node.node_id]
             return
         session.flush_acks()
+        self._tell_drain(node)
         silent_s = now - node.reported_at
         if silent_s > LOST_AFTER_S - TICK_S:  # the next tick would be too late
             self.detach(session, f"no report for {silent_s:.1f} s")
@@ -573,103 +593,32 @@ class Fleet:
             node.suspect = True
             self._served.forget()
             log.warning("node_suspect", node=node.node_id)
-            self._move_queued(node, now)
-
-    # --- what is queued ---------------------------------------------------------------------------
-
-    def _tick_queued(self, now: float) -> None:
-        """Give up what is late, move what would be late here, and send what has room."""
-        for entry in self.queues.entries():
-            flow = entry.what.flow
-            if flow.queued is not entry:  # it moved meanwhile
-                continue
-            if flow.deadline <= now:
-                self.queues.sheds["deadline"] += 1
-                self._fail(flow, "deadline_exceeded", "its deadline passed in the gateway's queue")
-            elif flow.ttft_by is not None:
-                first_token_s = self.queues.first_token_s(entry, now, flow.ttft_by - now)
-                if now + first_token_s > flow.ttft_by:
-                    self._spill(flow, first_token_s, now)
-        self.queues.tick(now)
-
-    def _spill(self, flow: Flow, first_token_s: float, now: float) -> None:
-        """Its first token would be late here: to another engine, else away before it costs any."""
-        refusal = self._replace(flow, now)
-        if refusal is None:
-            return
-        self.queues.sheds["ttft_queued"] += 1
-        if isinstance(refusal, TooLate):
-            flow.retry_after_s = refusal.retry_after_s
-        else:
-            limit_s = flow.dispatch.ttft_deadline_s or 0.0
-            flow.retry_after_s = retry_within_bounds(first_token_s - limit_s)
-        self._fail(flow, "ttft_missed", f"first token in {first_token_s:.3g} s; {refusal}")
-
-    def _move_queued(self, node: Node, now: float) -> None:
-        """A node changed: what is queued for it goes elsewhere if it serves no more."""
-        if not node.num_queued:
-            return
-        for entry in self.queues.entries():
-            flow, queued = entry.what.flow, entry.what
-            if flow.queued is not entry or node not in queued.nodes:
-                continue
-            for seat in (queued.seat, queued.prefill):
-                if seat is None or seat.node is not node:
-                    continue
-                why = self._unfit(seat)
-                if why is not None:
-                    self._leave_place(flow, *why, now=now)
-                    break
-
-    def _unfit(self, seat: Seat) -> tuple[str | None, str] | None:
-        """Why nothing is sent there now; without a code it may be again."""
-        node, engine = seat.node, seat.engine
-        if node.session is None:
-            return "node_lost", f"node {node.node_id} was lost"
-        if node.engine_by_index.get(engine.info.engine) is not engine or not engine.ready:
-            return "engine_lost", f"an engine of {node.node_id} went down"
-        if node.drained_by_operator or node.draining_itself:
-            return "node_draining", f"node {node.node_id} drains"
-        if node.suspect or node.role.is_switching:
-            return None, f"node {node.node_id} is suspect or changes its role"
-        return None
-
-    def _leave_place(self, flow: Flow, code: str | None, why: str, *, now: float) -> None:
-        refusal = self._replace(flow, now)
-        if refusal is None:
-            log.info("requeued", request_id=flow.dispatch.request_id, why=why)
-        elif code is not None:
-            self._fail(flow, code, f"{why}; {refusal}")
-
-    def _replace(self, flow: Flow, now: float) -> NoNode | NoCapacity | None:
-        """Another place for what was sent to none, so the old one counts as no attempt. A refusal
-        leaves it where it is."""
-        last = flow.tries.pop()
-        flow.attempt -= 1
-        try:
-            plan = self.pairs.plan(flow, now, is_last=flow.attempt + 1 >= MAX_ATTEMPTS)
-        except (NoNode, NoCapacity) as refusal:
-            flow.tries.append(last)
-            flow.attempt += 1
-            return refusal
-        self._stop(flow)
-        if flow.engine is not None:
-            flow.engine.leave(flow)
-        self._take_place(flow, plan, now)
-        return None
+            self._moves.node_changed(node, now)
 
     # --- operators --------------------------------------------------------------------------------
 
     def drain(self, node_id: str, drain: bool) -> None:
-        """Take a node out of routing, or back; it outlives reconnects. Raises UnknownNode."""
+        """Take a node out of routing, or back; it outlives reconnects. What waits for it alone is
+        still sent there, and then it is told. Raises UnknownNode."""
         node = self._known(node_id)
         node.drained_by_operator = drain
         self._served.forget()
         if drain:
-            self._move_queued(node, self._clock())
+            self._moves.node_changed(node, self._clock())
             self._pump()
-        if node.session is not None:
-            node.session.outbox.send_urgent(wire.encode(wire.Drain(drain)))
+            self._tell_drain(node)
+        elif node.session is not None:
+            node.is_told_to_drain = False
+            node.session.outbox.send_urgent(wire.encode(wire.Drain(False)))
+
+    def _tell_drain(self, node: Node) -> None:
+        """Once no Submit of ours is on its way there: the node refuses those from then on."""
+        session = node.session
+        if session is None or not node.drained_by_operator or node.is_told_to_drain:
+            return
+        if not node.num_queued and not session.outbox.has_submits:
+            node.is_told_to_drain = True
+            session.outbox.send_urgent(wire.encode(wire.Drain(True)))
 
     def set_role(self, node_id: str, role: Role) -> None:
         """Order a node to do other work from now on: first what it has of ours ends, or DRAIN_S
@@ -678,7 +627,7 @@ class Fleet:
         if node.wire_version < wire.SPLIT_VERSION:
             raise OldNode(f"node {node_id} speaks wire version {node.wire_version}")
         node.role.ask(role, self._clock())
-        self._move_queued(node, self._clock())
+        self._moves.node_changed(node, self._clock())
         self._pump()
 
     def _known(self, node_id: str) -> Node:

@@ -34,6 +34,7 @@ class Node:
         self.detached_at = 0.0
         self.suspect = False
         self.drained_by_operator = False
+        self.is_told_to_drain = False  # on this link, by us
         self.draining_itself = False
 
     def join(self, hello: Hello, session: Session, now: float) -> None:
@@ -49,6 +50,7 @@ class Node:
         self.reported_at = now
         self.suspect = False
         self.draining_itself = False
+        self.is_told_to_drain = False
         self.set_engines(hello.engines)
         for engine in self.engine_by_index.values():
             engine.resync_asked = False  # what the old link asked for does not come

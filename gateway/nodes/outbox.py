@@ -26,6 +26,10 @@ class Outbox:
     def has_room(self, frame_bytes: int = 0) -> bool:
         return self.size_bytes + frame_bytes <= self.limit_bytes
 
+    @property
+    def has_submits(self) -> bool:
+        return bool(self._submit_by_lane)
+
     def send_urgent(self, frame: bytes) -> None:
         self._urgent.append(frame)
         self.size_bytes += len(frame)

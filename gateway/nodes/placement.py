@@ -193,9 +193,11 @@ class Placement:
             raise NoCapacity(dispatch.model, wait_s, rejected)
         wanted = Wanted(
             prompt_tokens=len(dispatch.prompt),
-            hash_key=dispatch.affinity_key or _prompt_key(flow),
+            hash_key=dispatch.affinity_key or dispatch.request_id.encode(),
             home=flow.home,
             has_affinity_key=dispatch.affinity_key is not None,
+            page_keys=flow.keys if dispatch.affinity_key is None else (),
+            page_tokens=served.info.page_size,
         )
         in_turn = self._policy is RoutingPolicy.ROUND_ROBIN
         ttft_by = None if may_be_late else flow.ttft_by
@@ -327,10 +329,3 @@ def _reach(
         )
         for tier, depth in pages
     ]
-
-
-def _prompt_key(flow: Flow) -> bytes:
-    """Prompts that begin alike share a node; those under a page are spread by request."""
-    if flow.keys:
-        return flow.keys[-1]
-    return flow.dispatch.request_id.encode()

@@ -381,6 +381,10 @@ class Stream:
         await flow.waiter.wait(timeout_s)
         return flow.take()
 
+    def lift_ttft_deadline(self) -> None:
+        """Another prompt of its request was answered: what is answered is not given up."""
+        self._flow.ttft_by = None
+
     def abort(self) -> None:
         """Stop all lanes at once; those that had not ended do so as Finished(reason="abort")."""
         self._abort(self._flow)

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import structlog
 from msgspec import Struct
 
-from gateway.nodes.placement import NoCapacity, NoNode
+from gateway.nodes.placement import NoCapacity, NoNode, Rejected, TooLate
 from gateway.telemetry import Metrics
 from gateway.upstreams.server import Server
 from gateway.upstreams.settings import Dialect
@@ -31,8 +31,11 @@ from policies.routing import (
     Decision,
     Reach,
     RoutingParameters,
+    Scored,
     Wanted,
     filter_candidates,
+    in_time,
+    late_retry_after_s,
     pick,
     retry_after_s,
     score,
@@ -58,8 +61,9 @@ class Ask:
     prompt_tokens: int
     keys: Callable[[Upstream], Sequence[bytes]]
     session: bytes | None
-    spread_by: bytes
+    request_id: str
     whole: bool = False
+    ttft_by: float | None = None  # on the registry's clock: rather refused than answered later
     tried: list[str] = field(default_factory=list)  # servers that failed it
 
 
@@ -175,7 +179,7 @@ class Upstreams:
     # --- choosing ---------------------------------------------------------------------------------
 
     def choose(self, ask: Ask) -> Way:
-        """Raises NoNode or NoCapacity. The session's home is settled where it goes."""
+        """Raises NoNode, NoCapacity or TooLate. The session's home is settled where it goes."""
         now = self.clock()
         places = {
             server.name: (upstream, server)
@@ -193,9 +197,11 @@ class Upstreams:
         home = None if ask.session is None else self._homes.find(ask.session, now)
         wanted = Wanted(
             prompt_tokens=ask.prompt_tokens,
-            hash_key=ask.session or ask.spread_by,
+            hash_key=ask.session or ask.request_id.encode(),
             home=home,
             has_affinity_key=ask.session is not None,
+            page_keys=ask.keys(ask.model.upstreams[0]) if ask.session is None else (),
+            page_tokens=ask.model.upstreams[0].config.page_size,
         )
 
         def reach(candidate: Candidate) -> list[Reach]:
@@ -203,6 +209,8 @@ class Upstreams:
             return [Reach(self._hit_tokens(upstream, server, ask, now))]
 
         scored = score(kept, wanted, reach, self._parameters)
+        if ask.ttft_by is not None:
+            scored = self._in_time(ask, scored, rejected, ask.ttft_by - now)
         decision = pick(scored, wanted, rejected, self._parameters)
         upstream, first = places[decision.chosen.candidate.node_id]
         decode = self._decode_for(upstream, ask, now) if first.role == "prefill" else None
@@ -210,6 +218,25 @@ class Upstreams:
             pages = ask.prompt_tokens // upstream.config.page_size
             self._homes.settle(ask.session, first.name, now, prompt_pages=pages)
         return Way(upstream, first, decode, decision)
+
+    def _in_time(
+        self, ask: Ask, scored: list[Scored], rejected: list[Rejected], left_s: float
+    ) -> list[Scored]:
+        """Adds the others to `rejected`. A server whose rate nobody told is asked all the same: it
+        shows itself whether it is late."""
+        untold = [one for one in scored if left_s > 0 and not one.candidate.tokens_per_s]
+        kept, late = in_time([one for one in scored if one not in untold], left_s)
+        kept += untold
+        rejected += late
+        if not kept:
+            raise TooLate(
+                ask.model.name,
+                late_retry_after_s(scored, left_s, self._parameters),
+                rejected,
+                first_token_s=min([one.first_token_s for one in scored]),
+                left_s=max(0.0, left_s),
+            )
+        return kept
 
     def _firsts(self, upstream: Upstream, ask: Ask, now: float) -> list[Server]:
         """Servers that may take the prompt: of a cluster its prefill servers, if it can be split

@@ -18,7 +18,7 @@ import msgspec
 from gateway.api.answer import settled
 from gateway.api.booking import ledger_full
 from gateway.api.chat_request import ChatMessage, read_messages
-from gateway.api.completion_begin import beyond_window, enter, shed_error
+from gateway.api.completion_begin import beyond_window, enter, shed_error, ttft_left_s
 from gateway.api.exchange import Exchange
 from gateway.api.models import unknown_model
 from gateway.api.sse import DONE, HEARTBEAT, STREAM_HEADERS, error_event
@@ -121,7 +121,7 @@ async def _begin(
             return ()  # it reads another text from these ids
         return upstream.event_keys(model.canonical, key.tenant, ids[0])
 
-    alike = keys(model.upstreams[0])  # prompts that begin alike are sent alike
+    left_s = ttft_left_s(services, exchange, key)
     run = UpstreamRun(
         services=services,
         upstreams=upstreams,
@@ -132,8 +132,9 @@ async def _begin(
             prompt_tokens=tokens,
             keys=keys,
             session=session,
-            spread_by=alike[-1] if alike else exchange.request_id.encode(),
+            request_id=exchange.request_id,
             whole=not request.is_one_sequence,
+            ttft_by=None if left_s is None else upstreams.clock() + left_s,
         ),
         tenant=key.tenant,
         max_tokens=max_tokens if max_tokens != request.max_tokens else None,

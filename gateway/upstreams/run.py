@@ -10,15 +10,16 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final
 
 from gateway.api.booking import open_row, tell_completion
 from gateway.api.exchange import Exchange
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, late_first_token
 from gateway.ledger.keys import Key
 from gateway.ledger.rows import Attempt as FailedAttempt
 from gateway.ledger.rows import Ending, Quality, Settlement
-from gateway.nodes.placement import NoCapacity, NoNode
+from gateway.nodes.placement import NoCapacity, NoNode, TooLate
 from gateway.services import Services
 from gateway.upstreams.events import Event
 from gateway.upstreams.faults import UpstreamFault, broken
@@ -37,6 +38,7 @@ from policies.residency import tokens_by_tier
 PATH: Final = "upstream"
 MAX_ATTEMPTS = 3
 DEADLINE_GRACE_S = 5.0
+LATE_RETRY_S = 1.0  # of a server that is late nobody knows how long it will be
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +88,8 @@ class UpstreamRun:
         """Choose a way and start. Raises GatewayError."""
         try:
             self._lease()
+        except TooLate as refusal:
+            raise late_first_token(refusal.first_token_s, refusal.retry_after_s) from None
         except NoCapacity as refusal:
             raise _full(refusal.retry_after_s) from None
         except NoNode:
@@ -93,7 +97,7 @@ class UpstreamRun:
         self._task = asyncio.create_task(self._work())
 
     def _lease(self) -> None:
-        """Raises NoNode, NoCapacity; then nothing is held."""
+        """Raises NoNode, NoCapacity or TooLate; then nothing is held."""
         now = self.upstreams.clock()
         way = self._way = self.upstreams.choose(self.ask)
         self._leases = {way.first: way.first.lease(way.uncached_tokens, now)}
@@ -191,11 +195,18 @@ class UpstreamRun:
         deadline_s = self.services.config.limits.request_deadline_s + DEADLINE_GRACE_S
         return self.exchange.started + deadline_s - time.monotonic()
 
+    def _ttft_left_s(self) -> float:
+        """Without end where its first token came, or cannot be told from the rest."""
+        if self.ask.ttft_by is None or self._feed.has_begun or not self.request.stream:
+            return inf
+        return self.ask.ttft_by - self.upstreams.clock()
+
     # --- its reader -------------------------------------------------------------------------------
 
     async def next(self, timeout_s: float | None = None) -> list[Event]:
         """What came, or nothing when timeout_s passed or all is over. Raises GatewayError."""
-        left_s = self._left_s()
+        whole_s, first_s = self._left_s(), self._ttft_left_s()
+        left_s = min(whole_s, first_s)
         await self._feed.wait(left_s if timeout_s is None else min(timeout_s, left_s))
         events = self._feed.take()
         if (events or self._feed.whole is not None) and self.first_token_at is None:
@@ -205,6 +216,8 @@ class UpstreamRun:
         if self._feed.error is not None:
             raise self._feed.error
         if not self._feed.is_over and (timeout_s is None or timeout_s >= left_s):
+            if first_s < whole_s:
+                raise late_first_token(None, LATE_RETRY_S)
             limit_s = self.services.config.limits.request_deadline_s
             raise GatewayError(
                 "deadline_exceeded",

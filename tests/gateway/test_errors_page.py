@@ -76,3 +76,9 @@ def test_quoted_input_is_short_and_printable() -> None:
 def test_near_names_are_bounded() -> None:
     assert near("smolm2", ["smollm2", "other"]) == ["smollm2"]
     assert near("x" * 1_000_000, ["y" * 1_000_000]) == []
+
+
+def test_a_request_that_waited_for_a_node_that_ends_is_told_so() -> None:
+    error = fault("node_draining")
+    assert (error.code, error.retry_after_s) == ("no_node", 1.0)
+    assert "takes nothing new" in msgspec.json.decode(error.body("r1"))["error"]["found"]

@@ -248,6 +248,34 @@ def test_identical_prompts_do_not_herd_on_one_node() -> None:
     assert max(in_flight.values()) <= 13  # 1.25 × the mean of 10, rounded up
 
 
+def test_a_beginning_that_all_nodes_have_decides_nothing() -> None:
+    """A preamble that every prompt shares put the same nodes first for all of them."""
+    names = ["a", "b", "c", "d"]
+    nodes = [node(name) for name in names]
+
+    def chosen(own: bytes, held_tokens: int) -> str:
+        want = Wanted(
+            640, b"request", None, False, page_keys=[own, b"second", b"first"], page_tokens=64
+        )
+        return choose(nodes, want, dict.fromkeys(names, held_tokens))[0]
+
+    own = [b"own %d" % number for number in range(40)]
+    assert {chosen(key, 0) for key in own} == {order(names, b"first")[0]}
+    assert {chosen(key, 64) for key in own} == {order(names, b"second")[0]}
+    for held in (128, 192, 639):  # all of it, as far as it has pages, too
+        assert [chosen(key, held) for key in own] == [order(names, key)[0] for key in own]
+    assert {chosen(key, 128) for key in own} == set(names)
+
+
+def test_a_session_keeps_its_order_whatever_is_resident() -> None:
+    names = ["a", "b", "c", "d"]
+    nodes = [node(name) for name in names]
+    want = Wanted(640, b"session", None, True)
+    for held in (0, 64, 639):
+        first = order(names, b"session")[0]
+        assert choose(nodes, want, dict.fromkeys(names, held))[0] == first
+
+
 def test_unequal_nodes_share_by_their_rates() -> None:
     """A bound on counts alone would fill a slow node as if it were a fast one."""
     rates = {"a": 1000.0, "b": 3000.0, "c": 1000.0, "d": 3000.0}

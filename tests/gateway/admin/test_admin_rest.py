@@ -433,7 +433,7 @@ def test_a_dry_run_tells_the_cost_and_changes_nothing(gateway, admin, chat) -> N
     query = {"session": "conversation-5"}
     told = admin.post("/admin/v1/routing/explain", params=query, json=body).json()
     assert told == admin.post("/admin/v1/routing/explain", params=query, json=body).json()
-    assert (told["request_id"], told["policy_version"]) == (None, "routing-3")
+    assert (told["request_id"], told["policy_version"]) == (None, "routing-4")
     (decision,) = told["decisions"]
     row = admin.get(f"/admin/v1/requests/{request_id}").json()
     assert decision["prompt_tokens"] == row["admitted_prompt_tokens"]

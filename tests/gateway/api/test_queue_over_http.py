@@ -7,6 +7,7 @@ import re
 import sqlite3
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -128,6 +129,33 @@ def test_who_is_shed_from_the_queue_pays_nothing(gateway, stream) -> None:
     assert 0.0 < line_of(gateway, request_id)["waited_s"] < 0.9
 
 
+def several(*prompts: dict[str, Any]) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": [one["prompt"] for one in prompts]}
+
+
+def test_several_prompts_are_shed_with_their_first(gateway) -> None:
+    with busy(gateway, 800), hasty_client(gateway, "several", 900) as client:
+        reply = client.post(PATH, json=several(body("I", 500), body("J", 6000)))
+        assert (reply.status_code, reply.json()["error"]["code"]) == (429, "capacity_exceeded")
+        assert queued(gateway) == 0
+    gateway.wait_settled()
+    assert rows(gateway)[reply.headers["x-request-id"]] == ("failed", 0, 0)
+    assert len(gateway.node.served) == 1
+
+
+def test_of_several_prompts_none_is_shed_once_one_is_answered(gateway) -> None:
+    """The second one, shorter, is sent first; after that the first may take its time."""
+    with ThreadPoolExecutor() as pool, hasty_client(gateway, "patient", 1500) as client:
+        with busy(gateway, 800):
+            prompts = several(body("K", 500), body("L", 100))
+            answer = pool.submit(client.post, PATH, json=prompts)
+            wait_until(gateway, 1)
+            time.sleep(1.8)
+            assert queued(gateway) == 1
+        assert answer.result().status_code == 200
+    gateway.wait_settled()
+
+
 def test_who_leaves_the_queue_was_never_sent(gateway) -> None:
     with busy(gateway, 950):
         with gateway.connect() as sock:
@@ -165,8 +193,11 @@ def test_the_settings_deadline_is_for_keys_without_their_own(tmp_path, start) ->
         with running.client() as client:
             reply = client.post(PATH, json=body("G", 6000))
             assert (reply.status_code, reply.json()["error"]["code"]) == (429, "capacity_exceeded")
-            several = {"model": "tiny", "prompt": ["x" * 6000, "ok"]}
-            assert client.post(PATH, json=several).status_code == 200  # none of several prompts
+            reply = client.post(PATH, json=several(body("I", 6000), body("J", 10)))
+            assert (reply.status_code, reply.json()["error"]["code"]) == (429, "capacity_exceeded")
+            assert reply.headers["x-request-id"] not in rows(running)
+            reply = client.post(PATH, json=several(body("J", 10), body("I", 6000)))
+            assert reply.status_code == 200  # the first one's token is the request's
         with hasty_client(running, "own", 2000) as client:
             assert client.post(PATH, json=body("H", 6000)).status_code == 200
         running.wait_settled()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.nodes.fleet import Fleet, NoCapacity, TooLate
+from gateway.nodes.fleet import Fleet, NoCapacity, NoNode, TooLate
 from gateway.nodes.streams import Stream
 from policies.contract import wire
 from policies.pairing import SplitMode
@@ -185,6 +185,63 @@ def test_without_another_node_the_queue_of_a_lost_one_fails() -> None:
     node.cut()
     assert [code(first), code(second)] == ["node_lost", "node_lost"]
     assert queued(gateway) == {"n1": (0, 0)}
+
+
+def test_the_only_node_is_told_to_drain_once_its_queue_was_sent() -> None:
+    """It refuses what comes after that, and what was let in before has no other place to go."""
+    gateway = fleet()
+    node = FakeNode(gateway, "n1").join()
+    streams = [gateway.dispatch(request(number, tokens=900)) for number in range(2)]
+    gateway.drain("n1", True)
+    with pytest.raises(NoNode):
+        gateway.dispatch(request(9))
+    assert submitted(node) == ["r0"]
+    gateway.tick()
+    node.report()
+    assert node.read() == []
+    answer(node, "r0")
+    gateway.tick()  # its Submit is on its way: an urgent frame would overtake it
+    assert [type(one) for one in node.read()] == [wire.UsageAck, wire.Submit]
+    gateway.tick()
+    gateway.tick()
+    assert node.read() == [wire.Drain(True)]
+    node.report(node_state="draining")
+    answer(node, "r1")
+    for stream in streams:
+        assert [burst.end.reason for burst in stream.take()] == ["stop"]  # type: ignore[union-attr]
+    gateway.tick()
+    node.read()
+    gateway.drain("n1", False)
+    assert node.read() == [wire.Drain(False)]
+    node.report()
+    gateway.drain("n1", True)
+    assert node.read() == [wire.Drain(True)]
+
+
+def test_what_waits_for_a_drained_node_moves_once_there_is_another() -> None:
+    gateway = fleet()
+    node = FakeNode(gateway, "n1").join()
+    streams = [gateway.dispatch(request(number, tokens=900)) for number in range(2)]
+    gateway.drain("n1", True)
+    node.read()
+    other = FakeNode(gateway, "n2").join()
+    node.report()
+    assert submitted(other) == ["r1"]
+    assert streams[1].attempt == 1
+    gateway.tick()
+    assert node.read() == [wire.Drain(True)]
+    for stream in streams:
+        stream.abort()
+
+
+def test_the_queue_of_the_only_node_fails_when_that_takes_nothing_more() -> None:
+    gateway = fleet()
+    node = FakeNode(gateway, "n1").join()
+    streams = [gateway.dispatch(request(number, tokens=900)) for number in range(2)]
+    node.send(wire.Draining())
+    assert code(streams[1]) == "node_draining"
+    answer(node, "r0")
+    assert [burst.end.reason for burst in streams[0].take()] == ["stop"]  # type: ignore[union-attr]
 
 
 def test_a_suspect_node_keeps_its_queue_while_there_is_no_other() -> None:
