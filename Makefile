@@ -50,10 +50,9 @@ serve: $(STAMP)
 demo: $(STAMP) model
 	@exec $(BIN)/kagari demo $(ARGS)
 
-# Three at a time, also on two cores: tests wait for processes as long as they compute.
 test: $(STAMP)
 	@$(MAKE) --no-print-directory -j 2 --output-sync=target types collect style model
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" $(ARGS)
 
 types: $(STAMP)
 	$(BIN)/mypy

@@ -45,4 +45,4 @@ def test_a_killed_nodes_pages_are_found_by_its_neighbour(
         assert len(arena_files(arena)) == 1
         row = balanced(stack)[-1]
         assert row["tiers"] == {"host": second.cached_tokens}
-    assert arena_files(arena) == [], "the last to leave removes it"
+    assert arena_files(arena) == [], f"the last to leave removes it; told: {stack.warnings()}"
