@@ -143,10 +143,8 @@ def test_prefill_may_compute_fast_and_decode_keep_other_pages(
         infos = [node["engines"][0]["info"] for node in stack.nodes()]
         balanced(stack)
     assert served["kagari"]["compute"] == "fast"
-    assert [(info["compute"], info["kv_precision"]) for info in infos] == [
-        ("fast", "bf16"),
-        ("fast", "int8"),
-    ]
+    precisions = {(info["compute"], info["kv_precision"]) for info in infos}
+    assert precisions == {("fast", "bf16"), ("fast", "int8")}
     assert infos[0]["identity"] == infos[1]["identity"]
     assert infos[0]["page_kind"] != infos[1]["page_kind"]
     told = [(one.path, one.headers["x-kagari-precision"]) for one in (first, second, whole)]
