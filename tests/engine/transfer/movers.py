@@ -169,7 +169,11 @@ class Split:
 
     def send_all(self) -> None:
         """As the sender's books do, once they know what the receiver lacks."""
-        until(lambda: any(isinstance(news, Accepted) for news in self.sender.of(self.id)))
+        accepted = time.monotonic() + PATIENCE_S
+        while not any(isinstance(news, Accepted) for news in self.sender.of(self.id)):
+            told = (self.sender.of(self.id), self.receiver.of(self.id))
+            assert time.monotonic() < accepted, f"it was not accepted, and both sides told {told}"
+            time.sleep(0.002)
         self.sender.give(self.send(self.first, self.num_full), self.last)
 
     def run(self) -> None:
