@@ -12,6 +12,7 @@ import typer
 
 from gateway.cli.admin import admin_app
 from gateway.cli.problem import FAILED, Problem
+from gateway.demo.scenario import NUM_TURNS
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -336,7 +337,9 @@ def config_show(
 @app.command()
 def demo(
     check: Annotated[bool, typer.Option(help="Exit 1 if a claim does not hold.")] = False,
-    turns: Annotated[int, typer.Option(min=3, max=5, help="Of each agent in act 1.")] = 5,
+    turns: Annotated[
+        int, typer.Option(min=3, max=NUM_TURNS, help="Of each agent in act 1.")
+    ] = NUM_TURNS,
     landing_tokens: Annotated[
         int, typer.Option(min=512, max=7000, help="Of the prompt that lands in act 3.")
     ] = 6000,

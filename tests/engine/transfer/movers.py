@@ -107,10 +107,15 @@ class Station:
         return found[0] if found else None
 
 
-def until(holds: Callable[[], object], within_s: float = PATIENCE_S) -> None:
+def until(
+    holds: Callable[[], object],
+    within_s: float = PATIENCE_S,
+    told: Callable[[], object] = lambda: "",
+) -> None:
+    """told: what to say beside that it did not come about."""
     deadline = time.monotonic() + within_s
     while not holds():
-        assert time.monotonic() < deadline, "it did not come about"
+        assert time.monotonic() < deadline, f"it did not come about {told()}"
         time.sleep(0.002)
 
 
@@ -169,11 +174,10 @@ class Split:
 
     def send_all(self) -> None:
         """As the sender's books do, once they know what the receiver lacks."""
-        accepted = time.monotonic() + PATIENCE_S
-        while not any(isinstance(news, Accepted) for news in self.sender.of(self.id)):
-            told = (self.sender.of(self.id), self.receiver.of(self.id))
-            assert time.monotonic() < accepted, f"it was not accepted, and both sides told {told}"
-            time.sleep(0.002)
+        until(
+            lambda: any(isinstance(news, Accepted) for news in self.sender.of(self.id)),
+            told=lambda: (self.sender.of(self.id), self.receiver.of(self.id)),
+        )
         self.sender.give(self.send(self.first, self.num_full), self.last)
 
     def run(self) -> None:
