@@ -21,6 +21,7 @@ WAYS = ("mooncake",)
 def sides(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Station, Station]]:
     monkeypatch.setattr("engine.transfer.side.DRAIN_S", 60.0)  # however busy the machine is
     monkeypatch.setattr("engine.transfer.channel.SILENT_S", 60.0)
+    monkeypatch.setattr("engine.transfer.doorstep.STRANGER_S", 60.0)
     with network().inside():
         made = Station(seed=1, ways=WAYS), Station(seed=2, ways=WAYS)
     yield made
