@@ -17,22 +17,32 @@ from tests.gateway.api.conftest import QUICK, RunningGateway, start_gateway
 
 @pytest.fixture
 def relayed(tmp_path: Path) -> Callable[..., Any]:
-    """relayed(url or settings, …): a gateway without nodes before those upstreams, once they are
-    up; at its end everything must have been given back and every row settled."""
+    """relayed(url or settings, …): a gateway without nodes before those upstreams, once as many of
+    them serve as it says (all, if nothing); at its end everything must have been given back and
+    every row settled."""
 
     @contextmanager
-    def start(*upstreams: Any, models: int = 1, **sections: Any) -> Iterator[RunningGateway]:
+    def start(
+        *upstreams: Any, serving: int | None = None, **sections: Any
+    ) -> Iterator[RunningGateway]:
         configs = tuple(
             UpstreamConfig(**({"probe_s": 0.1} | ({"url": one} if isinstance(one, str) else one)))
             for one in upstreams
         )
         config = msgspec.structs.replace(QUICK, upstreams=configs, **sections)
         with start_gateway(tmp_path / "home", config, nodes=0) as gateway:
+            needed = len(upstreams) if serving is None else serving
             deadline = time.monotonic() + 10
-            while len(gateway.call(lambda: gateway.services.upstreams.models())) < models:
+            while len(gateway.call(lambda: _serving(gateway))) < needed:
                 assert time.monotonic() < deadline, "the upstreams are not up"
                 time.sleep(0.01)
             yield gateway
             gateway.wait_settled()
 
     return start
+
+
+def _serving(gateway: RunningGateway) -> set[str]:
+    """What requests see: of a server that is up its models may not be listed yet."""
+    models = gateway.services.upstreams.models()
+    return {upstream.name for model in models for upstream in model.upstreams}

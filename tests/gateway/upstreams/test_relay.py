@@ -172,7 +172,7 @@ def test_names_are_mapped_both_ways_and_listed(relayed) -> None:
             lambda _: answer,
             models=[{"id": "their-model", "max_model_len": 4096}, "hidden"],
         ) as upstream,
-        relayed({"url": upstream.url + "/v1/", **settings}, models=2) as gateway,
+        relayed({"url": upstream.url + "/v1/", **settings}) as gateway,
         gateway.client() as client,
     ):
         for name in ("ours", "gpt-x"):

@@ -206,7 +206,7 @@ def test_a_server_that_is_down_is_known_and_refused_until_it_is_up(relayed) -> N
     with start_upstream(lambda _: GOOD) as upstream:
         url = upstream.url
         port = upstream.port
-    with relayed({"url": url, **settings}, models=0) as gateway, gateway.client() as client:
+    with relayed({"url": url, **settings}, serving=0) as gateway, gateway.client() as client:
         body = {**ASK, "model": "ours", "stream": True}
         reply = client.post(CHAT, json=body)
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "no_node")

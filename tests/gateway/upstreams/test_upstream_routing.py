@@ -58,10 +58,6 @@ def two(relayed: Any, script: Any = lambda _: GOOD, **settings: Any) -> Iterator
             {"url": up.url, "name": name, **settings} for name, up in (("a", one), ("b", other))
         ]
         with relayed(*tables) as gateway, gateway.client() as client:
-            deadline = time.monotonic() + 10
-            while not all(server.probes.is_up for server in gateway.services.upstreams.servers):
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
             yield gateway, client, {"a": one, "b": other}
 
 
@@ -188,7 +184,6 @@ def test_page_events_over_zmq_say_exactly_where_a_prompt_is(relayed, folder) -> 
             ]
             with relayed(*tables) as gateway, gateway.client() as client:
                 servers = gateway.services.upstreams.servers
-                until(lambda: all(server.probes.is_up for server in servers))
                 until(lambda: servers[1].told is not None and len(servers[1].told) == 2)
                 assert client.post(CHAT, json=ask(text)).headers["x-kagari-node"] == "b"
                 publishers[0].publish({"type": "AllBlocksCleared"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict
 
 import httpx
@@ -17,8 +18,14 @@ def test_operators_see_every_server_and_what_is_wrong_with_it(relayed) -> None:
     with (
         start_upstream(lambda _: Exchange()) as good,
         start_upstream(lambda _: Exchange(), list_status=401) as bad,
-        relayed({"url": good.url, "name": "good"}, {"url": bad.url, "name": "bad"}) as gateway,
+        relayed(
+            {"url": good.url, "name": "good"}, {"url": bad.url, "name": "bad"}, serving=1
+        ) as gateway,
     ):
+        deadline = time.monotonic() + 10
+        while not gateway.services.upstreams.servers[1].problem:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         home = gateway.services.home
         answer = httpx.get(
             gateway.addresses.admin_url + "/admin/v1/upstreams",
