@@ -39,9 +39,17 @@ class Activations:
     """
 
     def __init__(
-        self, rows: int, width: int, *, has_low: bool, has_counts: bool = False, few: int = 0
+        self,
+        rows: int,
+        width: int,
+        *,
+        has_low: bool,
+        has_words: bool = False,
+        has_counts: bool = False,
+        few: int = 0,
     ) -> None:
-        """See Quants in abi.h; counts come with a low plane."""
+        """See Quants in abi.h; counts and words come with a low plane."""
+        self._has_words = has_words
         self.floats = zeros(rows, width, dtype=torch.float32)
         self.quants: Quants | None = None
         if width % 32 == 0:
@@ -86,7 +94,11 @@ class Activations:
         values = torch.where(is_sane, blocks * factor, 0).round_().to(torch.int32)
         high = (values + 128) >> 8 if has_low else values
         planes = torch.stack((high, values - (high << 8)))
-        self._planes[: 1 + has_low, :rows] = planes[: 1 + has_low].view(-1, rows, blocks[0].numel())
+        if has_low and self._has_words:
+            words = values.to(torch.int16).view(-1, 2, 4, 4)[..., [0, 2, 1, 3]]
+            planes = words.contiguous().view(torch.int8).view(-1, 2, 32).transpose(0, 1)
+        of_rows = self._planes[: 1 + has_low, :rows]
+        of_rows[:] = planes[: 1 + has_low].reshape(of_rows.shape)
         sums = values.view(rows, -1, 2, 16).sum(-1)
         sums[..., 0] += sums[..., 1]  # of the whole block, and of its second half
         self._sums[:rows] = (sums * self._scales[:rows, :, None]).view(rows, -1)
@@ -166,7 +178,14 @@ class Program:
 
         def activations(width: int) -> Activations:
             has_low = is_tiled or not is_fast
-            made = Activations(rows, width, has_low=has_low, has_counts=is_tiled, few=few)
+            made = Activations(
+                rows,
+                width,
+                has_low=has_low,
+                has_words=library.has_words,
+                has_counts=is_tiled,
+                few=few,
+            )
             self.kept.append(made)
             return made
 
@@ -178,7 +197,11 @@ class Program:
         self._attended = activations(config.num_heads * dim)
         self._gated = activations(config.ffn_size)
         self._last = Activations(
-            head_rows + HEAD_SIZES[-1], hidden, has_low=True, has_counts=is_tiled
+            head_rows + HEAD_SIZES[-1],
+            hidden,
+            has_low=True,
+            has_words=library.has_words,
+            has_counts=is_tiled,
         )
         self.kept.append(self._last)
         self.logits = floats(head_rows + HEAD_SIZES[-1], config.vocab_size)

@@ -20,6 +20,7 @@ from engine.execute.layers.rotary import Rotary, rotate
 from engine.execute.models.program import addresses
 from engine.store.page_codec import QUANTISED, PageLayout
 from engine.store.quantise import dequantise, quantise
+from tests.engine.execute.planes import values_of
 
 # (heads, kv heads, dim, page size): groups 1, 3, 4, 7 and dims that are no power of two.
 SHAPES = [(3, 3, 16, 16), (9, 3, 64, 64), (4, 1, 48, 16), (7, 1, 128, 128), (4, 2, 256, 64)]
@@ -269,7 +270,7 @@ def test_attend_quantises_whole_rows(kernels: Library, is_fast: bool) -> None:
         width=width,
     )
     out = attend(kernels, shape, spans, quants=quants)
-    integers = planes[0].int() if is_fast else planes[0].int() * 256 + planes[1].int()
+    integers = planes[0].int() if is_fast else values_of(planes[0], planes[1], kernels.isa)
     summed = integers.view(rows, -1, 2, 16).sum(3)
     summed[:, :, 0] += summed[:, :, 1]
     assert torch.equal((summed * scales[:, :, None]).flatten(1), sums)

@@ -13,6 +13,7 @@ from engine.config import ConfigError
 from engine.execute.kernels.cpu import library
 from engine.execute.kernels.cpu.library import ISAS, Embed, Gate, Gemm, Library, Packed, Step
 from engine.execute.weights import ggml_blocks
+from tests.engine.execute.planes import planes_of, values_of
 
 FORMATS = {form.name: (code, form) for code, form in ggml_blocks.FORMATS.items()}
 QUANTISED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
@@ -98,7 +99,8 @@ def is_whole(kernels: Library, both: bool) -> bool:
     return both and kernels.isa == "amx"
 
 
-def counts_of(high: Tensor, low: Tensor) -> Tensor:
+def counts_of(high: Tensor, low: Tensor | None) -> Tensor:
+    assert low is not None
     sums = torch.stack([plane.view(len(plane), -1, 32).sum(2) for plane in (high, low)], 2)
     return torch.cat((-7 * sums, sums << 16), 2).to(torch.int32).flatten(1)
 
@@ -117,6 +119,7 @@ class Quants:
     low: Tensor | None
     scales: Tensor  # fp32 [rows, k / 32]
     sums: Tensor  # fp32 [rows, k / 16]: of each 32, and of the last 16 of them
+    isa: str
     counts: Tensor | None = None  # int32 [rows, k / 8]: of each 32 the planes', by -7 and by 2¹⁶
 
     @staticmethod
@@ -126,25 +129,28 @@ class Quants:
         largest = largest_of(kernels, x, both=both)
         factor = torch.where(largest == 0, 0, torch.tensor(float(LIMIT[both])) / largest)
         values = torch.round(blocks * factor[:, :, None]).int().view(len(x), -1)
-        high = (values + 128) >> 8 if both else values
+        high, low = planes_of(values, kernels.isa) if both else (values.to(torch.int8), None)
         scales = largest / LIMIT[both]
         sums = values.view(len(x), -1, 2, 16).sum(3)
         sums[:, :, 0] += sums[:, :, 1]
         return Quants(
-            high=high.to(torch.int8),
-            low=(values - (high << 8)).to(torch.int8) if both else None,
+            high=high,
+            low=low,
             scales=scales,
             sums=(sums * scales[:, :, None]).flatten(1),
-            counts=counts_of(high, values - (high << 8)) if is_whole(kernels, both) else None,
+            isa=kernels.isa,
+            counts=counts_of(high, low) if is_whole(kernels, both) else None,
         )
 
     @staticmethod
-    def empty(rows: int, k: int, *, both: bool, whole: bool) -> "Quants":
+    def empty(kernels: Library, rows: int, k: int, *, both: bool) -> "Quants":
+        whole = is_whole(kernels, both)
         return Quants(
             high=torch.full((rows, k), 99, dtype=torch.int8),
             low=torch.full((rows, k), 99, dtype=torch.int8) if both else None,
             scales=torch.full((rows, k // 32), 99.0),
             sums=torch.full((rows, k // 16), 99.0),
+            isa=kernels.isa,
             counts=torch.full((rows, k // 8), 99, dtype=torch.int32) if whole else None,
         )
 
@@ -160,16 +166,14 @@ class Quants:
         )
 
     def values(self) -> Tensor:
-        integers = self.high.double()
-        if self.low is not None:
-            integers = integers * 256 + self.low
-        return integers * self.scales.double().repeat_interleave(32, 1)
+        integers = self.high if self.low is None else values_of(self.high, self.low, self.isa)
+        return integers.double() * self.scales.double().repeat_interleave(32, 1)
 
     def rows(self, start: int, stop: int) -> "Quants":
         some = slice(start, stop)
         low = None if self.low is None else self.low[some]
         counts = None if self.counts is None else self.counts[some]
-        return Quants(self.high[some], low, self.scales[some], self.sums[some], counts)
+        return Quants(self.high[some], low, self.scales[some], self.sums[some], self.isa, counts)
 
 
 def product(
@@ -204,7 +208,7 @@ def quantised(kernels: Library, x: Tensor, *, both: bool) -> Quants:
     """By the kernels: silu(64) × x / 64 = x, exactly, is quantised where the gate writes it."""
     rows, k = x.shape
     halves = torch.cat((torch.full_like(x, 64), x / 64), 1)
-    quants = Quants.empty(rows, k, both=both, whole=is_whole(kernels, both))
+    quants = Quants.empty(kernels, rows, k, both=both)
     struct = quants.struct()
     gate = Gate(halves.data_ptr(), None, ctypes.pointer(struct), k, 0)
     kernels.run(library.program([gate]), Step(rows=rows))
@@ -386,8 +390,8 @@ def test_blocks_too_small_to_matter_become_zero(kernels: Library) -> None:
     x[0, 40] = 1.0
     quants = quantised(kernels, x, both=True)
     assert (quants.scales[0, 0] == 0) != is_whole(kernels, True)
-    assert not quants.high[0, :32].any()
-    assert quants.high[0, 40] == 127
+    assert not quants.values()[0, :32].any()
+    assert_close(quants.values()[0, 40].item(), 1.0)
 
 
 @pytest.mark.parametrize("both", [True, False], ids=["16 bits", "8 bits"])

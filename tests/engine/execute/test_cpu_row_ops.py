@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from engine.execute.kernels.cpu import library
 from engine.execute.kernels.cpu.library import Args, Best, Gate, Library, Norm, Step
+from tests.engine.execute.planes import values_of
 
 SHAPES = [(1, 576), (3, 15), (7, 123), (41, 2048), (200, 64)]  # rows, width
 EPS = 1e-5
@@ -25,24 +26,28 @@ class Quants:
     low: Tensor
     scales: Tensor
     sums: Tensor
+    isa: str
 
     @staticmethod
-    def empty(rows: int, width: int) -> "Quants":
+    def empty(kernels: Library, rows: int, width: int) -> "Quants":
         width = -(-width // 32) * 32
         return Quants(
             torch.empty(rows, width, dtype=torch.int8),
             torch.empty(rows, width, dtype=torch.int8),
             torch.empty(rows, width // 32),
             torch.empty(rows, width // 16),
+            kernels.isa,
         )
 
     def struct(self) -> library.Quants:
         arrays = (self.high, self.low, self.scales, self.sums)
         return library.Quants(*(array.data_ptr() for array in arrays), self.high.shape[1])
 
+    def integers(self) -> Tensor:
+        return values_of(self.high, self.low, self.isa)
+
     def values(self) -> Tensor:
-        whole = self.high.double() * 256 + self.low
-        return whole * self.scales.double().repeat_interleave(32, dim=1)
+        return self.integers().double() * self.scales.double().repeat_interleave(32, dim=1)
 
 
 def run(kernels: Library, args: Args, *, rows: int, last: Tensor | None = None) -> None:
@@ -119,7 +124,7 @@ def test_quantised_rows_mean_the_floats(
         ),
         lambda out, quants: Gate(in_=halves.data_ptr(), out=out, quants=quants, width=width),
     ):
-        exact, quants = torch.empty(rows, width), Quants.empty(rows, width)
+        exact, quants = torch.empty(rows, width), Quants.empty(kernels, rows, width)
         run(kernels, make(exact.data_ptr(), None), rows=rows)
         out, struct = torch.empty(rows, width), ctypes.pointer(quants.struct())
         keeps = keeps_floats and fits
@@ -129,8 +134,7 @@ def test_quantised_rows_mean_the_floats(
         padded = functional.pad(exact.double(), (0, quants.high.shape[1] - width))
         step = quants.scales.double().repeat_interleave(32, dim=1)
         assert ((quants.values() - padded).abs() <= 0.505 * step).all()  # its product is rounded
-        whole = quants.high.int() * 256 + quants.low
-        sums = whole.view(rows, -1, 2, 16).sum(3)
+        sums = quants.integers().view(rows, -1, 2, 16).sum(3)
         sums[:, :, 0] += sums[:, :, 1]
         assert torch.equal(quants.sums, (sums * quants.scales[:, :, None]).flatten(1))
 

@@ -14,6 +14,7 @@ from engine.execute.native_step import NativeStep
 from engine.schedule.plan import Row
 from engine.store.page_codec import PageLayout
 from policies.contract.wire import Sampling
+from tests.engine.execute.planes import values_of
 
 GREEDY = Sampling(max_tokens=9, temperature=0.0)
 
@@ -55,12 +56,12 @@ def test_a_position_without_a_turn_is_refused() -> None:
 
 
 def test_rows_are_rounded_as_the_kernels_do_for_an_op_of_torchs() -> None:
-    """Sixteen bits a value, in two signed bytes, and a scale for each 32; eight without the low."""
+    """Sixteen bits a value, in two signed bytes or a word, and a scale for each 32; or eight."""
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
     x[1] = 0
     x[2, 40] = float("nan")
-    for has_low, limit in ((True, 32512), (False, 127)):
-        made = Activations(7, 64, has_low=has_low)
+    for has_low, isa, limit in ((True, "avx512", 32512), (True, "avx2", 32512), (False, "", 127)):
+        made = Activations(7, 64, has_low=has_low, has_words=isa == "avx2")
         made.floats[:5] = x
         made.quantize(5)
         quants = made.quants
@@ -70,7 +71,7 @@ def test_rows_are_rounded_as_the_kernels_do_for_an_op_of_torchs() -> None:
         values = torch.tensor(planes).view(7, 64)[:5].int()
         if has_low:
             low = torch.tensor((c_int8 * (7 * 64)).from_address(quants.low)).view(7, 64)[:5]
-            values = values * 256 + low
+            values = values_of(values.to(torch.int8), low.to(torch.int8), isa)
         scales = torch.tensor((c_float * 14).from_address(quants.scales)).view(7, 2)[:5]
         sums = torch.tensor((c_float * 28).from_address(quants.sums)).view(7, 4)[:5]
         halves = values.view(5, 2, 2, 16).sum(-1)  # told: of a block, and of its second half

@@ -20,6 +20,9 @@ struct Packed {  // [n][k] weights: per 16 outputs and 32 inputs one run of quan
   int32_t has_min;
 };
 
+// Sets that cannot multiply bytes by bytes (`scalar`, `avx2`) have the integers of both planes as
+// words: those of a block's first 16 inputs in `high`, of the others in `low`; of each four, their
+// order is 0, 2, 1, 3, as a mask and a shift part four bytes.
 struct Quants {  // rows of activations as integers: value = (high × 256 + low) × scale
   int8_t* high;    // [rows][width]
   int8_t* low;     // [rows][width]; null: value = high × scale (INT8 activations)

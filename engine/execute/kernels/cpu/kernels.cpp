@@ -169,6 +169,16 @@ struct alignas(64) Tiles {
 // --- quantised products --------------------------------------------------------------------------
 
 typedef int8_t Sixteen __attribute__((vector_size(16), aligned(1), may_alias));
+typedef int16_t SixteenWords __attribute__((vector_size(32), aligned(1), may_alias));
+
+constexpr bool HAS_WORDS = KAGARI_ISA < 2;  // Quants of two planes are words, see there
+
+template <class Values>
+inline SixteenWords as_words(Values v) {  // of 16
+  return __builtin_convertvector(
+      __builtin_shufflevector(v, v, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15),
+      SixteenWords);
+}
 
 inline Ints larger(Ints a, Ints b) {  // neither is below 0
 #if KAGARI_ISA > 0
@@ -219,11 +229,15 @@ void quantize_row(const float* x, const Quants& quants, int64_t row, int64_t row
       // Adding 1.5 × 2²³ rounds to the nearest integer, ties to even, in the lowest bits.
       const Ints value = reinterpret_cast<Ints>(scaled + 12582912.f) - 0x4b400000;
       const Ints high = to.low ? (value + 128) >> 8 : value;
-      *reinterpret_cast<Sixteen*>(to.high + first + half * 16) =
-          __builtin_convertvector(high, Sixteen);
-      if (to.low)
-        *reinterpret_cast<Sixteen*>(to.low + first + half * 16) =
-            __builtin_convertvector(value - (high << 8), Sixteen);
+      if (HAS_WORDS && to.low) {
+        *reinterpret_cast<SixteenWords*>((half ? to.low : to.high) + first) = as_words(value);
+      } else {
+        *reinterpret_cast<Sixteen*>(to.high + first + half * 16) =
+            __builtin_convertvector(high, Sixteen);
+        if (to.low)
+          *reinterpret_cast<Sixteen*>(to.low + first + half * 16) =
+              __builtin_convertvector(value - (high << 8), Sixteen);
+      }
       values[half] = value, highs += high;
     }
 #if KAGARI_ISA >= 4
@@ -244,7 +258,6 @@ void quantize_row(const float* x, const Quants& quants, int64_t row, int64_t row
 }
 
 // A tile is 16 outputs: in one register or several, as the instruction set has them.
-constexpr int PLANES = KAGARI_ISA >= 2 ? 2 : 1;  // one after the other, or both at once
 
 inline LaneInts all_four(const int8_t* at) {
   int32_t bytes;
@@ -265,41 +278,41 @@ inline Lanes number(const uint8_t* at, int part, bool wide) {  // a part of 16 f
 #endif
 }
 
-// `four` are four activations of a row, for all lanes; `dot` adds their products with each lane's
-// four weights to it.
 #if KAGARI_ISA >= 2
-typedef LaneInts Four;
-inline Four four(const int8_t* plane, const int8_t*) { return all_four(plane); }
-inline LaneInts dot(LaneInts sum, LaneInts weights, Four by) {
+inline LaneInts dot(LaneInts sum, LaneInts weights, LaneInts by) {  // four products in each lane
   __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(by));
   return sum;
 }
 #else
-typedef decltype(WIDE(set1_epi32)(0)) Words;
-struct Four { Words even, odd; };  // as 16 bits
-inline Four four(const int8_t* high, const int8_t* low) {
-  const Words bytes = (Words)all_four(high), shifted = WIDE(slli_epi16)(bytes, 8);
-  if (!low) return {WIDE(srai_epi16)(shifted, 8), WIDE(srai_epi16)(bytes, 8)};
-  const Words rest = (Words)all_four(low), odd = bytes & WIDE(set1_epi16)(-256);
-  return {WIDE(add_epi16)(shifted, WIDE(srai_epi16)(WIDE(slli_epi16)(rest, 8), 8)),
-          WIDE(add_epi16)(odd, WIDE(srai_epi16)(rest, 8))};
+typedef decltype(WIDE(set1_epi32)(0)) Words;  // two in a lane
+template <class Sum>
+inline Sum in_order(Sum sum) {  // compilers would make trees of sums, for which registers lack
+  __asm__("" : "+x"(sum));
+  return sum;
 }
-inline LaneInts dot(LaneInts sum, LaneInts weights, const Four& by) {
-  const Words even = (Words)weights & WIDE(set1_epi16)(255);
-  const Words odd = WIDE(srli_epi16)((Words)weights, 8);
-  return sum + (LaneInts)WIDE(madd_epi16)(even, by.even) + (LaneInts)WIDE(madd_epi16)(odd, by.odd);
+inline LaneInts dot(LaneInts sum, Words weights, Words by) {  // two products in each lane
+  return in_order(sum + (LaneInts)WIDE(madd_epi16)(weights, by));
 }
+inline Words even(LaneInts bytes) { return (Words)bytes & WIDE(set1_epi16)(255); }
+inline Words odd(LaneInts bytes) { return WIDE(srli_epi16)((Words)bytes, 8); }
 #endif
 
 constexpr int PANEL_ROWS = 6;  // so many are only multiplied by a panel, never as packed
-constexpr int MOST_ROWS = KAGARI_ISA >= 2 ? PANEL_ROWS : 2;  // held by registers
-constexpr int FEW_ROWS = KAGARI_ISA >= 2 ? 4 : 2;   // or by tiles as they are packed
+constexpr int MOST_ROWS = KAGARI_ISA >= 1 ? PANEL_ROWS : 2;  // held by registers
+constexpr int FEW_ROWS = KAGARI_ISA >= 1 ? 4 : 2;   // or by tiles as they are packed
 constexpr int GROUP_ROWS = 132, PANEL_BLOCKS = 24;   // rows, and blocks of inputs, of a panel
-constexpr int DIRECT_ROWS = 11;                      // more are worth a panel
+constexpr int DIRECT_ROWS = 11;  // more are worth a panel
+
+template <int Rows>
+constexpr int TILES = HAS_WORDS || Rows == 1 ? 1 : 2;  // taken together
+
+enum Form { NIBBLES, BYTES, WORDS };  // of a run's quants: as packed in 4 or 8 bits, or widened
+constexpr Form WIDENED = HAS_WORDS ? WORDS : BYTES;
+constexpr int quant_bytes(int form) { return 256 << form; }
 
 struct alignas(64) Panel {  // stays in the first level cache
-  uint8_t runs[2][PANEL_BLOCKS][768];  // of two tiles, as 8 bits and fp32
-  float spare[GROUP_ROWS][2][16];      // for products not all of which are wanted
+  uint8_t runs[2][PANEL_BLOCKS][quant_bytes(WIDENED) + 256];  // of two tiles, with fp32
+  float spare[GROUP_ROWS][2][16];  // for products not all of which are wanted
 };
 
 struct Runs {  // of two tiles, from their block `first` on
@@ -307,26 +320,34 @@ struct Runs {  // of two tiles, from their block `first` on
   int64_t step;            // bytes from a block to the next
   const uint8_t* next[2];  // may be fetched meanwhile
   const float* bias;       // [2][16]: where sums begin
-  int32_t first, blocks, bits, wide, has_min;
+  Form form;
+  int32_t first, blocks, wide, has_min;
   bool is_halved, is_raw;  // 16 inputs share a scale; as packed: 8-bit quants are stored + 128
 };
 
-// Rewrites runs as 8 bits and fp32, so that many rows unpack them once; 8-bit quants, which are
+// Rewrites runs so that many rows unpack them once, numbers as fp32; 8-bit quants, which are
 // stored + 128, get minima that make up for it. The second of two minima becomes a difference.
-void widen(const Packed& weight, const uint8_t* run, int blocks, uint8_t (*to)[768]) {
+void widen(const Packed& weight, const uint8_t* run, int blocks, Form form, uint8_t* to, int64_t step) {
   const Packed from = weight;  // what is written cannot change it
   const int scales = 32 / from.block * REGISTERS, size = from.wide ? 64 : 32;
-  for (int b = 0; b < blocks; b++, run += run_bytes(from)) {
-    if (from.bits == 8) memcpy(to[b], run, 512);
-    for (int i = 0; from.bits == 4 && i < 256; i += sizeof(LaneInts)) {
-      const LaneInts both = *reinterpret_cast<const LaneInts*>(run + i);
-      *reinterpret_cast<LaneInts*>(to[b] + i) = both & 0x0f0f0f0f;
-      *reinterpret_cast<LaneInts*>(to[b] + i + 256) = (both >> 4) & 0x0f0f0f0f;
+  for (int b = 0; b < blocks; b++, run += run_bytes(from), to += step) {
+    const auto put = [&](int at, LaneInts quads) {
+#if KAGARI_ISA < 2
+      Words* const words = reinterpret_cast<Words*>(to + at / 64 * 128 + at % 64);
+      if (form == WORDS) words[0] = even(quads), words[64 / sizeof(Words)] = odd(quads);
+      else
+#endif
+        *reinterpret_cast<LaneInts*>(to + at) = quads;
+    };
+    for (int i = 0; i < 64 * from.bits; i += sizeof(LaneInts)) {
+      const LaneInts quads = *reinterpret_cast<const LaneInts*>(run + i);
+      if (from.bits == 8) put(i, quads);
+      else put(i, quads & 0x0f0f0f0f), put(i + 256, (quads >> 4) & 0x0f0f0f0f);
     }
     const auto number_at = [&](int i) {
       return number(run + 64 * from.bits + i / REGISTERS * size, i % REGISTERS, from.wide);
     };
-    Lanes* numbers = reinterpret_cast<Lanes*>(to[b] + 512);
+    Lanes* numbers = reinterpret_cast<Lanes*>(to + quant_bytes(form));
     for (int i = 0; i < scales; i++) {
       const Lanes scale = numbers[i] = number_at(i);
       const Lanes minimum = from.has_min ? number_at(scales + i) : Lanes{};
@@ -345,14 +366,27 @@ struct Sums {  // [rows][32] floats of two tiles
   int64_t stride;
 };
 
+#if KAGARI_ISA < 2
+constexpr bool IS_QUICK = KAGARI_ISA == 1;  // by bytes where quants have 4 bits
+
+inline Words quick_dot(Words sum, LaneInts weights, LaneInts by) {  // a block's fit into words
+#if KAGARI_ISA == 1
+  return in_order(_mm256_add_epi16(sum, _mm256_maddubs_epi16((Words)weights, (Words)by)));
+#else
+  return sum;
+#endif
+}
+#else
+constexpr bool IS_QUICK = false;
+#endif
+
 // Adds to sums[r] the products of row + r with the runs of that tile, or of both tiles. Meanwhile
 // `fetch` bytes of the next runs come for each block. A block's integers are summed exactly; what
-// is known at compile time (Parts: a block's scales) keeps all in registers.
-template <int Rows, int Bits, int Parts>
+// is known at compile time (Parts: a block's scales; Quick: see there) keeps all in registers.
+template <int Rows, Form By, int Parts, bool Quick>
 __attribute__((noinline))  // alone it gets the registers it needs
 void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64_t row, Sums to) {
-  constexpr int Tiles = Rows == 1 ? 1 : 2, Vectors = Tiles * REGISTERS, Quads = 8 / Parts;
-  constexpr bool Apart = PLANES == 2 && Rows < PANEL_ROWS;  // few rows: each plane has a chain
+  constexpr int Tiles = TILES<Rows>, Vectors = Tiles * REGISTERS, Quads = 8 / Parts;
   const Runs runs = from;
   const bool wide = Rows == PANEL_ROWS || runs.wide;
   const bool has_min = Rows == PANEL_ROWS || runs.has_min;
@@ -369,43 +403,80 @@ void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64
     for (int64_t i = 0; i < fetch; i += 64)
       for (int t = 0; t < Tiles; t++)
         __builtin_prefetch(runs.next[tile + t] + b * fetch + i);
+    const auto quads = [&](int i, int v) {  // four inputs of each output
+      const uint8_t* const quad = at[v / REGISTERS] + 64 * (By == NIBBLES ? i % 4 : i);
+      const LaneInts both = reinterpret_cast<const LaneInts*>(quad)[v % REGISTERS];
+      return By == NIBBLES ? (both >> (i / 4 * 4)) & 0x0f0f0f0f : both;
+    };
+#if KAGARI_ISA < 2
+    const int8_t* halves[2] = {high + b * 32, low + b * 32};  // words of 16 inputs of each row
+    int64_t stride = width;
+    SixteenWords widened[Rows][2];
+    if (!low && !Quick) {
+      for (int i = 0; i < 2 * Rows; i++)
+        widened[i / 2][i % 2] = as_words(
+            *reinterpret_cast<const Sixteen*>(halves[0] + i / 2 * width + i % 2 * 16));
+      for (int i = 0; i < 2; i++) halves[i] = reinterpret_cast<int8_t*>(&widened[0][i]);
+      stride = sizeof widened[0];
+    }
+#endif
 #pragma GCC unroll 2
     for (int part = 0; part < Parts; part++) {
-      LaneInts dots[Rows][Vectors] = {}, lows[Rows][Vectors] = {};
+      LaneInts dots[Rows][Vectors] = {};
+#if KAGARI_ISA >= 2
+      constexpr bool Apart = Rows < PANEL_ROWS;  // few rows: each plane has a chain
+      LaneInts lows[Rows][Vectors] = {};
 #pragma GCC unroll 2
-      for (int plane = 0; plane < PLANES; plane++) {
+      for (int plane = 0; plane < 2; plane++) {  // one after the other
         if (plane && !low) continue;
         if (plane && !Apart) EACH_VECTOR(dots[r][v] <<= 8);
 #pragma GCC unroll 8
         for (int i = Quads * part; i < Quads * (part + 1); i++) {
           __asm__ volatile("" ::: "memory");  // else later loads come early, and results spill
-          const int64_t quad = 64 * (i % Bits);
           EACH_VECTOR({
-            const LaneInts* tile_at =
-                reinterpret_cast<const LaneInts*>(at[v / REGISTERS] + quad);
-            LaneInts weights = tile_at[v % REGISTERS];
-            if (Bits == 4) weights = (weights >> (i / 4 * 4)) & 0x0f0f0f0f;
-            const int64_t offset = r * width + b * 32 + i * 4;
-            const Four by = four((plane ? low : high) + offset,
-                                 PLANES == 1 && low ? low + offset : nullptr);
+            const LaneInts weights = quads(i, v);
+            const LaneInts by = all_four((plane ? low : high) + r * width + b * 32 + i * 4);
             LaneInts& sum = plane && Apart ? lows[r][v] : dots[r][v];
             sum = dot(sum, weights, by);
           });
         }
       }
       if (Apart && low) EACH_VECTOR(dots[r][v] = (dots[r][v] << 8) + lows[r][v]);
-      const int scale_at = 64 * Bits + part * size, minimum_at = scale_at + Parts * size;
+#else
+      Words sums[Rows][Vectors] = {};
+#pragma GCC unroll 8
+      for (int i = Quads * part; i < Quads * (part + 1); i++) {
+        if (Quick) {
+          __asm__ volatile("" ::: "memory");
+          EACH_VECTOR(sums[r][v] = quick_dot(sums[r][v], quads(i, v),
+                                             all_four(high + r * width + b * 32 + i * 4)));
+          continue;
+        }
+#pragma GCC unroll 2
+        for (int side = 0; side < 2; side++) {
+          __asm__ volatile("" ::: "memory");
+          EACH_VECTOR({
+            const Words* const words = reinterpret_cast<const Words*>(at[0] + 128 * i + 64 * side);
+            const Words weights = By == WORDS ? words[v] : side ? odd(quads(i, v)) : even(quads(i, v));
+            const int8_t* const by = halves[i / 4] + r * stride + i % 4 * 8 + side * 4;
+            dots[r][v] = dot(dots[r][v], weights, (Words)all_four(by));
+          });
+        }
+      }
+      if (Quick) EACH_VECTOR(dots[r][v] = dot(dots[r][v], sums[r][v], WIDE(set1_epi16)(1)));
+#endif
+      const int scale_at = quant_bytes(By) + part * size, minimum_at = scale_at + Parts * size;
       EACH_VECTOR({
         const Lanes scale = number(at[v / REGISTERS] + scale_at, v % REGISTERS, wide);
         result[r][v] = fma(__builtin_convertvector(dots[r][v], Lanes),
                            scale * scales[r * (width / 32) + b], result[r][v]);
       });
-      if (Bits == 8 || has_min) EACH_VECTOR({
+      if (By != NIBBLES || has_min) EACH_VECTOR({
         const auto minimum_of = [&](int back) {  // of this part, or of the one before
           const uint8_t* numbers = at[v / REGISTERS] - back * size;
           Lanes minimum = {};
-          if (Bits == 4 || has_min) minimum = number(numbers + minimum_at, v % REGISTERS, wide);
-          if (Bits == 8 && Rows < PANEL_ROWS && runs.is_raw)
+          if (By == NIBBLES || has_min) minimum = number(numbers + minimum_at, v % REGISTERS, wide);
+          if (By == BYTES && Rows < PANEL_ROWS && runs.is_raw)
             minimum = fma(number(numbers + scale_at, v % REGISTERS, wide), -128.0f, minimum);
           return minimum;
         };
@@ -418,14 +489,24 @@ void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64
   EACH_VECTOR(lanes(to.data + r * to.stride + tile * 16 + v * LANES) = result[r][v]);
 }
 
-template <int Rows>
+template <int Rows, Form By, bool Quick = false>
 void multiply_rows(const Runs& runs, int64_t fetch, const Quants& in, int64_t row, Sums to) {
-  constexpr int Bits = Rows == PANEL_ROWS ? 8 : 4;
-  const auto by_runs = runs.is_halved
-      ? (runs.bits == 4 ? multiply<Rows, Bits, 2> : multiply<Rows, 8, 2>)
-      : (runs.bits == 4 ? multiply<Rows, Bits, 1> : multiply<Rows, 8, 1>);
-  for (int tile = 0; tile < 2; tile += Rows == 1 ? 1 : 2)  // one row: one stream after the other
+  const auto by_runs = runs.is_halved ? multiply<Rows, By, 2, Quick> : multiply<Rows, By, 1, Quick>;
+  for (int tile = 0; tile < 2; tile += TILES<Rows>)
     by_runs(runs, fetch, tile, in, row, to);
+}
+
+template <int Rows>
+void multiply_rows(const Runs& runs, int64_t fetch, bool is_quick, const Quants& in, int64_t row,
+                   Sums to) {
+  constexpr bool Widened = Rows == PANEL_ROWS;  // always
+  const auto by_form =
+      is_quick ? (Widened || runs.form == BYTES ? multiply_rows<Rows, BYTES, IS_QUICK>
+                                                : multiply_rows<Rows, NIBBLES, IS_QUICK>)
+      : Widened || runs.form == WIDENED ? multiply_rows<Rows, WIDENED>
+      : runs.form == NIBBLES ? multiply_rows<Rows, Widened ? WIDENED : NIBBLES>
+                             : multiply_rows<Rows, Widened ? WIDENED : BYTES>;
+  by_form(runs, fetch, in, row, to);
 }
 
 // Rows [row, row + count) by a pair of tiles; an odd last one is taken twice. `next`: the pair that
@@ -433,7 +514,7 @@ void multiply_rows(const Runs& runs, int64_t fetch, const Quants& in, int64_t ro
 void multiply_pair(const Gemm& gemm, int64_t pair, int64_t next, int64_t row, int count) {
   const Packed& weight = *gemm.weight;
   const int64_t blocks = weight.k / 32, bytes = run_bytes(weight), tile = pair * 2;
-  const bool widens = count > DIRECT_ROWS;
+  const bool widens = count > DIRECT_ROWS, is_quick = IS_QUICK && !gemm.in->low && weight.bits == 4;
   const int64_t column = tile * 16, left = gemm.columns - column, columns = left < 32 ? left : 32;
   float bias[32] = {};
   if (gemm.bias) memcpy(bias, gemm.bias + column, columns * sizeof(float));
@@ -443,7 +524,7 @@ void multiply_pair(const Gemm& gemm, int64_t pair, int64_t next, int64_t row, in
   Runs runs{};
   runs.bias = bias;
   runs.step = widens ? sizeof panel.runs[0][0] : bytes;
-  runs.bits = widens ? 8 : weight.bits;
+  runs.form = !widens ? (weight.bits == 4 ? NIBBLES : BYTES) : is_quick ? BYTES : WIDENED;
   runs.wide = widens || weight.wide;
   runs.has_min = widens || weight.has_min;
   runs.is_halved = weight.block == 16;
@@ -456,8 +537,9 @@ void multiply_pair(const Gemm& gemm, int64_t pair, int64_t next, int64_t row, in
       runs.at[t] = weight.data + (which * blocks + block) * bytes;
       runs.next[t] = runs.at[t] + 2 * (next - pair) * blocks * bytes;
       if (!widens) continue;
-      widen(weight, runs.at[t], runs.blocks, panel.runs[t]);
-      runs.at[t] = panel.runs[t][0];
+      uint8_t* const panel_runs = panel.runs[t][0];
+      widen(weight, runs.at[t], runs.blocks, runs.form, panel_runs, runs.step);
+      runs.at[t] = panel_runs;
     }
     for (int r = 0, rows; r < count; r += rows) {
       const int left = count - r, most = widens ? MOST_ROWS : FEW_ROWS;
@@ -468,7 +550,7 @@ void multiply_pair(const Gemm& gemm, int64_t pair, int64_t next, int64_t row, in
       const auto by_rows = rows == MOST_ROWS  ? multiply_rows<MOST_ROWS>
                            : rows == FEW_ROWS ? multiply_rows<FEW_ROWS>
                            : rows == 2        ? multiply_rows<2> : multiply_rows<1>;
-      by_rows(runs, r ? 0 : bytes, *gemm.in, row + r, to);
+      by_rows(runs, r ? 0 : bytes, is_quick, *gemm.in, row + r, to);
     }
   }
   for (int r = 0; columns < 32 && r < count; r++)

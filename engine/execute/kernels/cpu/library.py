@@ -175,6 +175,7 @@ class Library:
     ) -> None:
         self.functions = functions
         self.isa = isa
+        self.has_words = isa in ("scalar", "avx2")  # see Quants in abi.h
         self.arithmetic = f"{isa}-{build.build_id(Path(functions._name))}"  # see models.model.Model
         self.threads = threads
         self._started: tuple[Program, Step] | None = None  # kept alive
