@@ -304,6 +304,7 @@ def gateway(shared_gateway: RunningGateway) -> Iterator[RunningGateway]:
     """The one of the module; after each test everything must have been given back."""
     shared_gateway.node.served.clear()
     shared_gateway.node.resident.clear()
+    shared_gateway.node.opened.clear()
     yield shared_gateway
     shared_gateway.wait_idle()
 

@@ -2,6 +2,7 @@
 
 The message (or a whole prompt) may be JSON: {"say": text or a list of one a lane, "ids": a list of
 a lane's tokens each, instead, "times": n, "delay_s": before each step, "first_s": before the first,
+"gate": until the test opens the one of that name, "gate_after": so many tokens, else before any,
 "step": tokens a frame or a list of such numbers, which take turns, "fail_after":
 tokens, "fail": code, "fail_lane": only this one, "wait_lane": ends only when told to, "cut_after":
 tokens, "cut_attempts": attempts that are cut, of any number, "forget": its pages do not stay,
@@ -115,6 +116,7 @@ class ScriptedNode:
     pins: dict[str, tuple[bytes, int]] = field(default_factory=dict)  # id → salt, pages
     pages_by_salt: dict[bytes, int] = field(default_factory=dict)  # what a purge finds
     obeys: bool = True  # else it answers no order
+    opened: set[str] = field(default_factory=set)  # gates
     rules: list[tuple[str, dict[str, object]]] = field(default_factory=list)  # before messages
     role: wire.Role = "mixed"
     handovers: dict[bytes, int] = field(default_factory=dict)  # all nodes': cached by transfer_id
@@ -278,6 +280,9 @@ class ScriptedNode:
         lane = served.submit.lanes[index]
         script = self._rule(served.text) or _script(served.text)
         await asyncio.sleep(float(script.get("first_s", 0)))
+        gate_after = int(script.get("gate_after", 0))
+        if not gate_after:
+            await self._pass_gate(script)
         submit, lost = served.submit, int(script.get("transfers_lost", 0))
         engine, sampling = submit.engine, submit.sampling
         cached = self._cached(ids)
@@ -305,6 +310,8 @@ class ScriptedNode:
         step = script.get("step", 1)
         sizes, sent = cycle(step if isinstance(step, list) else [step]), 0
         while sent < len(tokens):
+            if sent >= gate_after:
+                await self._pass_gate(script)
             at = sent
             piece = tokens[at : at + next(sizes)]
             if fails and script.get("fail_after") is not None and sent >= script["fail_after"]:
@@ -337,6 +344,10 @@ class ScriptedNode:
         self.by_lane.pop(lane, None)
         rare = [*started, wire.Finished(lane, reason, usage)]
         await socket.send(wire.encode(wire.Step(engine, 0, [], [], rare)))
+
+    async def _pass_gate(self, script: dict[str, Any]) -> None:
+        while "gate" in script and script["gate"] not in self.opened:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
 
     async def _tell_prompt(
         self, socket: ClientConnection, lane: int, served: Served, ids: array[int]

@@ -81,12 +81,16 @@ def test_streamed_choices_equal_whole_ones_and_are_billed_once(gateway, ask, ste
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_choice_that_fails_fails_the_answer(gateway, ask, stream) -> None:
-    script = {"say": "abcdef", "fail_after": 3, "fail": "page_integrity", "fail_lane": 1}
-    with gateway.client() as client:
-        reply = client.post(
-            "/v1/chat/completions", json=ask(script | {"delay_s": 0.01}, n=3, stream=stream)
-        )
-    assert reply.status_code == (200 if stream else 502)
+    script = {"say": "x" * 2000, "fail_after": 3, "fail": "page_integrity", "fail_lane": 1}
+    script |= {"delay_s": 0.01} | ({"gate": "read", "gate_after": 3} if stream else {})
+    body = ask(script, n=3, stream=stream)
+    with (
+        gateway.client() as client,
+        client.stream("POST", "/v1/chat/completions", json=body) as reply,
+    ):
+        assert reply.status_code == (200 if stream else 502)
+        gateway.node.opened.add("read")
+        reply.read()
     assert '"code":"page_integrity"' in reply.text
     assert "[DONE]" not in reply.text
     row = last_row(gateway)
