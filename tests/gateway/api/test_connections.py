@@ -9,8 +9,8 @@ import pytest
 
 from gateway.config import GatewayConfig, ServerConfig
 
-LATE_S = 2.0  # on a machine with neighbours; without an end it would be the socket's own limit
-KEEP_ALIVE_S = 0.5
+KEEP_ALIVE_S = 1.2  # without an end it would be the socket's own limit, an error
+PATIENT = GatewayConfig(server=ServerConfig(port=0, link_port=0, admin_port=0, drain_s=20.0))
 GET = b"GET /livez HTTP/1.1\r\nHost: t\r\n\r\n"
 
 
@@ -22,23 +22,25 @@ def brief(tmp_path, start):
         yield running
 
 
-def seconds_to_end(sock) -> float:
-    began = time.monotonic()
+def wait_end(sock) -> float:
+    """When it had come."""
     assert sock.recv(1) == b""
-    return time.monotonic() - began
+    return time.monotonic()
 
 
 def test_idle_connection_ends_after_the_keep_alive_time(brief) -> None:
+    began = time.monotonic()
     with brief.connect() as fresh, brief.connect() as used:
-        time.sleep(KEEP_ALIVE_S / 2)
+        time.sleep(KEEP_ALIVE_S / 8)
+        asked = time.monotonic()
         used.sendall(GET)
         assert used.recv(4096).endswith(b"ok\n")
-        assert seconds_to_end(fresh) < KEEP_ALIVE_S + LATE_S
-        assert KEEP_ALIVE_S / 4 < seconds_to_end(used) < 2 * KEEP_ALIVE_S + LATE_S
+        assert wait_end(fresh) - began >= KEEP_ALIVE_S * 0.99
+        assert wait_end(used) - asked >= KEEP_ALIVE_S * 0.99
 
 
 def test_running_answer_outlasts_the_keep_alive_time(brief) -> None:
-    script = json.dumps({"say": "abc", "first_s": 3 * KEEP_ALIVE_S})
+    script = json.dumps({"say": "abc", "first_s": 1.5 * KEEP_ALIVE_S})
     body = {"model": "tiny", "messages": [{"role": "user", "content": script}]}
     with brief.connect() as sock:
         sock.sendall(brief.raw(json.dumps(body).encode()))
@@ -46,20 +48,28 @@ def test_running_answer_outlasts_the_keep_alive_time(brief) -> None:
 
 
 def test_idle_connections_end_at_once_when_the_gateway_drains(tmp_path, start) -> None:
-    with start(tmp_path) as running, running.connect() as fresh, running.connect() as used:
+    with (
+        start(tmp_path, PATIENT) as running,
+        running.connect() as fresh,
+        running.connect() as used,
+    ):
         used.sendall(GET)
         used.recv(4096)
         running.stop()
-        assert max(seconds_to_end(fresh), seconds_to_end(used)) < 1.0 + LATE_S
+        wait_end(fresh)
+        wait_end(used)
 
 
 def test_last_answer_of_a_draining_gateway_ends_its_connection(tmp_path, start) -> None:
-    script = json.dumps({"say": "abc", "first_s": 0.5})
+    script = json.dumps({"say": "abc", "gate": "drains"})
     body = {"model": "tiny", "messages": [{"role": "user", "content": script}]}
-    with start(tmp_path) as running, running.connect() as sock:
+    with start(tmp_path, PATIENT) as running, running.connect() as sock, running.connect() as idle:
         sock.sendall(running.raw(json.dumps(body).encode()))
-        time.sleep(0.2)
+        while not running.node.served:
+            time.sleep(0.005)
         running.stop()
+        wait_end(idle)
+        running.node.opened.add("drains")
         answer = b""
         while piece := sock.recv(65536):
             answer += piece
@@ -72,7 +82,7 @@ def test_connection_closed_by_its_client_while_idle_is_not_kept(gateway) -> None
         sock.sendall(GET)
         sock.recv(4096)
         sock.shutdown(1)
-        assert seconds_to_end(sock) < 1.0
+        wait_end(sock)
 
 
 def test_answer_without_a_body_has_its_head(gateway) -> None:

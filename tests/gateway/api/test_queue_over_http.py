@@ -91,16 +91,18 @@ def metric(gateway: RunningGateway, name: str) -> float:
 
 def test_a_key_that_would_wait_too_long_is_refused_at_once_and_has_no_row(gateway) -> None:
     shed = metric(gateway, 'kagari_queue_sheds_total{reason="ttft"}')
-    with busy(gateway, 15_000), hasty_client(gateway, "hasty", 800) as client:
+    with busy(gateway, 40_000), hasty_client(gateway, "hasty", 3000) as client:
+        began = time.monotonic()
         reply = client.post(PATH, json=body("B", 100))
+        took_ms = (time.monotonic() - began) * 1000
         assert reply.status_code == 429, reply.text
         error = reply.json()["error"]
         assert (error["code"], error["allowed"]) == (
             "capacity_exceeded",
             "one within the key's ttft_deadline_ms",
         )
-        assert "1.5" in error["found"]  # 15,100 tokens
-        assert 700 <= int(reply.headers["retry-after-ms"]) <= 800
+        assert "4.0" in error["found"]  # 40,100 tokens
+        assert 1000 <= int(reply.headers["retry-after-ms"]) <= 1100 + took_ms
         assert reply.headers["x-should-retry"] == "true"
         assert reply.headers["x-request-id"] not in rows(gateway)
         with gateway.client() as patient:
@@ -111,9 +113,9 @@ def test_a_key_that_would_wait_too_long_is_refused_at_once_and_has_no_row(gatewa
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_is_shed_from_the_queue_pays_nothing(gateway, stream) -> None:
-    """Before the first byte it is a refusal; a stream has had its head by then."""
-    with busy(gateway, 950), hasty_client(gateway, f"hasty {stream}", 900) as client:
-        reply = client.post(PATH, json={**body("D", 100), "stream": stream})
+    """Before the first byte it is a refusal; a stream has had its head by then, after 0.3 s."""
+    with busy(gateway, 950), hasty_client(gateway, f"hasty {stream}", 2000) as client:
+        reply = client.post(PATH, json={**body("D", 8000), "stream": stream})  # 0.9 s
         if stream:
             assert reply.status_code == 200
             assert '"code":"capacity_exceeded"' in reply.text
@@ -126,7 +128,7 @@ def test_who_is_shed_from_the_queue_pays_nothing(gateway, stream) -> None:
     gateway.wait_settled()
     assert rows(gateway)[request_id] == ("failed", 0, 0)
     assert not any('"DDDD' in one.text for one in gateway.node.served)
-    assert 0.0 < line_of(gateway, request_id)["waited_s"] < 0.9
+    assert 0.0 < line_of(gateway, request_id)["waited_s"] < 2.0
 
 
 def several(*prompts: dict[str, Any]) -> dict[str, Any]:
@@ -187,17 +189,17 @@ def test_who_waited_is_answered_and_its_line_says_how_long(gateway) -> None:
 
 
 def test_the_settings_deadline_is_for_keys_without_their_own(tmp_path, start) -> None:
-    limits = msgspec.structs.replace(QUICK.limits, ttft_deadline_ms=500)
+    limits = msgspec.structs.replace(QUICK.limits, ttft_deadline_ms=1500)
     assert LimitsConfig().ttft_deadline_ms is None
     with start(tmp_path, msgspec.structs.replace(QUICK, limits=limits)) as running:
         with running.client() as client:
-            reply = client.post(PATH, json=body("G", 6000))
+            reply = client.post(PATH, json=body("G", 16_000))
             assert (reply.status_code, reply.json()["error"]["code"]) == (429, "capacity_exceeded")
-            reply = client.post(PATH, json=several(body("I", 6000), body("J", 10)))
+            reply = client.post(PATH, json=several(body("I", 16_000), body("J", 10)))
             assert (reply.status_code, reply.json()["error"]["code"]) == (429, "capacity_exceeded")
             assert reply.headers["x-request-id"] not in rows(running)
-            reply = client.post(PATH, json=several(body("J", 10), body("I", 6000)))
+            reply = client.post(PATH, json=several(body("J", 10), body("I", 16_000)))
             assert reply.status_code == 200  # the first one's token is the request's
-        with hasty_client(running, "own", 2000) as client:
-            assert client.post(PATH, json=body("H", 6000)).status_code == 200
+        with hasty_client(running, "own", 15_000) as client:
+            assert client.post(PATH, json=body("H", 16_000)).status_code == 200
         running.wait_settled()
