@@ -63,7 +63,7 @@ def test_idle_connections_end_at_once_when_the_gateway_drains(tmp_path, start) -
 def test_last_answer_of_a_draining_gateway_ends_its_connection(tmp_path, start) -> None:
     script = json.dumps({"say": "abc", "gate": "drains"})
     body = {"model": "tiny", "messages": [{"role": "user", "content": script}]}
-    with start(tmp_path, PATIENT) as running, running.connect() as sock, running.connect() as idle:
+    with start(tmp_path, PATIENT) as running, running.connect() as idle, running.connect() as sock:
         sock.sendall(running.raw(json.dumps(body).encode()))
         while not running.node.served:
             time.sleep(0.005)

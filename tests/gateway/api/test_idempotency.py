@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,7 +18,7 @@ import msgspec
 import openai
 import pytest
 
-from gateway.api import answers
+from gateway.api import answers, idempotency
 from gateway.config import GatewayConfig, IdempotencyConfig, ServerConfig, StreamConfig
 from gateway.ledger.files import LEDGER_NAME
 from gateway.ledger.rows import OpenRow
@@ -93,7 +94,14 @@ def streamed_text(reply: httpx.Response) -> str:
     return "".join(c["delta"].get("content", "") for event in events for c in event["choices"])
 
 
-def wait_for(condition: Any, seconds: float = 5.0) -> None:
+def joined(gateway: Any) -> int:
+    """How many requests have joined one that ran."""
+    told = b'kagari_idempotent_requests_total{outcome="joined"} '
+    lines = gateway.services.metrics.text().splitlines()
+    return next((int(float(one.split()[1])) for one in lines if one.startswith(told)), 0)
+
+
+def wait_for(condition: Any, seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -169,14 +177,23 @@ def test_client_that_left_and_comes_back_joins(gateway, post, key, stream) -> No
 def test_client_that_came_back_is_not_aborted_when_the_grace_would_have_ended(
     tmp_path, start, key
 ) -> None:
-    body = body_of({"say": "x" * 60, "delay_s": 0.05}, stream=True)  # 3 s
-    with start(tmp_path, config_of(leave_grace_s=1.0)) as running, running.client() as client:
+    grace_s = 2.0
+    body = body_of({"say": "x" * 60, "gate": "graced", "gate_after": 3}, stream=True)
+    with (
+        start(tmp_path, config_of(leave_grace_s=grace_s)) as running,
+        running.client() as client,
+        ThreadPoolExecutor(1) as thread,
+    ):
         sock = open_request(running, body, key)
-        read_until(sock, b'"content":"x"')
+        read_until(sock, b'"content":"x')
         sock.close()
         wait_for(lambda: [e for e in running.log_lines() if e.get("client_left")])
-        reply = client.post(CHAT, content=body, headers=key)
-        assert reply.content.endswith(b"[DONE]\n\n")
+        left = time.monotonic()
+        reply = thread.submit(client.post, CHAT, content=body, headers=key)
+        wait_for(lambda: joined(running))
+        time.sleep(max(0.0, left + grace_s + 0.2 - time.monotonic()))
+        running.node.opened.add("graced")
+        assert reply.result().content.endswith(b"[DONE]\n\n")
         assert [row[1] for row in rows(running)] == ["ok"]
 
 
@@ -219,14 +236,14 @@ def test_without_a_grace_or_a_key_leaving_aborts_at_once(tmp_path, start, key) -
             sock = open_request(running, body, headers)
             read_until(sock, b'"content":"x"')
             sock.close()
-            running.wait_idle(2.0)
+            running.wait_idle(10.0)  # half of what the answer takes
         assert [row[1] for row in rows(running)] == ["client_left", "client_left"]
 
 
 def test_key_is_spent_although_its_row_is_not_yet_in_the_file(
     tmp_path, start, key, monkeypatch
 ) -> None:
-    body = body_of({"say": "x" * 100, "delay_s": 0.02})
+    body = body_of({"say": "x" * 2000, "delay_s": 0.02})
     with start(tmp_path, config_of(leave_grace_s=0.0)) as running, running.client() as client:
 
         async def slow_open(_row: OpenRow) -> None:
@@ -281,9 +298,14 @@ def test_retry_of_one_that_is_too_large_to_join_is_told_to_wait(tmp_path, start,
         assert running.node.served[0].aborted
 
 
-def test_evicted_and_outdated_answers_are_gone_and_never_run_again(tmp_path, start) -> None:
+def test_evicted_and_outdated_answers_are_gone_and_never_run_again(
+    tmp_path, start, monkeypatch
+) -> None:
+    lifetime_s, ahead_s = 600.0, [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s[0])
+    monkeypatch.setattr(idempotency, "time", clock)
     with (
-        start(tmp_path, config_of(stored_bytes=6000, lifetime_s=2.0)) as running,
+        start(tmp_path, config_of(stored_bytes=6000, lifetime_s=lifetime_s)) as running,
         running.client() as client,
     ):
         bodies = [body_of({"say": str(number)}) for number in range(6)]
@@ -294,7 +316,7 @@ def test_evicted_and_outdated_answers_are_gone_and_never_run_again(tmp_path, sta
         running.wait_idle()
         evicted = client.post(CHAT, content=bodies[0], headers={"idempotency-key": "k0"})
         kept = client.post(CHAT, content=bodies[5], headers={"idempotency-key": "k5"})
-        time.sleep(2.0)
+        ahead_s[0] = lifetime_s
         outdated = client.post(CHAT, content=bodies[5], headers={"idempotency-key": "k5"})
         assert [r.status_code for r in (evicted, kept, outdated)] == [409, 200, 409]
         assert len(running.node.served) == len(rows(running)) == 6
@@ -427,25 +449,34 @@ def test_failure_after_the_first_byte_leaves_the_key_free(gateway, post, key) ->
 
 
 def test_everybody_who_joined_is_told_of_the_failure(gateway, key, post) -> None:
-    body = body_of({"say": "x", "first_s": 1.5, "fail": "page_integrity"})
+    before = joined(gateway)
+    body = body_of({"say": "x", "gate": "joined", "fail": "page_integrity"})
     with ThreadPoolExecutor(3) as threads:
-        replies = list(threads.map(lambda _: post(body, key), range(3)))
+        asked = [threads.submit(post, body, key) for _ in range(3)]
+        wait_for(lambda: joined(gateway) == before + 2)
+        gateway.node.opened.add("joined")
+        replies = [one.result() for one in asked]
     assert {reply.status_code for reply in replies} == {502}
     assert {reply.headers["x-should-retry"] for reply in replies} == {"true"}
     assert len(gateway.node.served) == 1
 
 
 def test_official_sdk_that_timed_out_gets_its_answer_by_its_own_retry(gateway, key, ask) -> None:
-    before = len(rows(gateway))
-    with openai.OpenAI(
-        base_url=gateway.url + "/v1",
-        api_key="test-key-0123456789abcdef",
-        max_retries=2,
-        timeout=1.0,
-    ) as client:
-        reply = client.chat.completions.create(
-            **ask({"say": "late", "first_s": 1.8}), extra_headers=key
-        )
+    before, joined_before = len(rows(gateway)), joined(gateway)
+    with (
+        openai.OpenAI(
+            base_url=gateway.url + "/v1",
+            api_key="test-key-0123456789abcdef",
+            max_retries=5,
+            timeout=1.0,
+        ) as client,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        asked = ask({"say": "late", "gate": "late"})
+        answer = thread.submit(client.chat.completions.create, **asked, extra_headers=key)
+        wait_for(lambda: joined(gateway) > joined_before)
+        gateway.node.opened.add("late")
+        reply = answer.result()
     assert reply.choices[0].message.content == "late"
     assert len(gateway.node.served) == 1
     assert [row[1] for row in rows(gateway)[before:]] == ["ok"]

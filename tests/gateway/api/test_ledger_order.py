@@ -123,14 +123,15 @@ def test_row_carries_what_will_be_billed_and_no_clear_session(gateway, with_ledg
 def test_leaving_while_the_row_is_written_settles_once(gateway, with_ledger, leave_after_s) -> None:
     fake = with_ledger(FakeLedger(slow_s=0.3))
     sock = gateway.connect()
-    sock.sendall(gateway.raw(body({"say": "x" * 300, "delay_s": 0.01}, stream=True)))
+    sock.sendall(gateway.raw(body({"say": "x" * 2000, "delay_s": 0.01}, stream=True)))
     while not gateway.node.served:
         time.sleep(0.005)
     time.sleep(leave_after_s)
     sock.close()
     gateway.wait_idle()
-    deadline = time.monotonic() + 2
-    while not fake.settled and time.monotonic() < deadline:
+    deadline = time.monotonic() + 20
+    while not fake.settled:
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     assert [end.status for end in fake.settled] == ["client_left"]
     assert gateway.node.served[0].aborted

@@ -166,6 +166,7 @@ class Http2:
 
     def __init__(self, gateway: Any) -> None:
         self.sock = gateway.connect()
+        self.seen: list[h2.events.Event] = []  # and not waited for
         self.connection = h2.connection.H2Connection(
             config=h2.config.H2Configuration(client_side=True, header_encoding="utf-8")
         )
@@ -203,11 +204,14 @@ class Http2:
         return found
 
     def wait(self, kind: type[h2.events.Event], stream_id: int) -> Any:
-        deadline = time.monotonic() + 5
+        """Other events may come before it, and in one piece with it."""
+        deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
-            for event in self.events():
+            for event in self.seen:
                 if isinstance(event, kind) and event.stream_id == stream_id:
+                    self.seen.remove(event)
                     return event
+            self.seen += self.events()
         raise AssertionError(f"no {kind.__name__} for stream {stream_id}")
 
 
@@ -224,10 +228,10 @@ def test_rst_stream_aborts_only_its_stream(gateway) -> None:
         client.wait(h2.events.ResponseReceived, second)
         client.connection.reset_stream(first)
         client.flush()
-        deadline = time.monotonic() + 2
-        while not gateway.node.served[0].aborted and time.monotonic() < deadline:
+        deadline = time.monotonic() + 20
+        while not gateway.node.served[0].aborted:
+            assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert gateway.node.served[0].aborted
         client.wait(h2.events.StreamEnded, second)
         assert not gateway.node.served[1].aborted
 
@@ -293,7 +297,7 @@ def without_window(gateway: Any, body: bytes) -> tuple[Http2, int]:
     client.connection.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 0})
     client.flush()
     stream_id = client.ask("/v1/chat/completions", body)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while not gateway.node.served:
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -364,7 +368,7 @@ def with_admission(start: Any, tmp_path: Any, limits: AdmissionLimits) -> Any:
 def test_shed_is_429_3040_with_advice_and_releases(tmp_path, start, ask) -> None:
     limits = AdmissionLimits(concurrent_requests=1, retry_after_s=0.05)
     with with_admission(start, tmp_path, limits) as running, running.client() as client:
-        body = ask({"say": "abc", "delay_s": 0.15})
+        body = ask({"say": "abc", "gate": "shed"})
 
         def occupy() -> None:
             with running.client() as other:
@@ -378,6 +382,7 @@ def test_shed_is_429_3040_with_advice_and_releases(tmp_path, start, ask) -> None
         assert (shed.status_code, shed.json()["error"]["code"]) == (429, "capacity_exceeded")
         assert shed.json()["error"]["number"] == 3040
         assert (shed.headers["retry-after-ms"], shed.headers["x-should-retry"]) == ("50", "true")
+        running.node.opened.add("shed")
         slow.join()
         running.wait_idle()
         assert client.post("/v1/chat/completions", json=ask("x")).status_code == 200
@@ -390,6 +395,7 @@ def test_rate_is_per_key_and_told_in_headers(tmp_path, start, ask) -> None:
     limits = AdmissionLimits(requests_per_minute_per_key=2)
     with with_admission(start, tmp_path, limits) as running:
         with running.client() as client:
+            began = time.monotonic()
             first = client.post("/v1/chat/completions", json=ask("x"))
             assert first.headers["x-ratelimit-limit-requests"] == "2"
             assert first.headers["x-ratelimit-remaining-requests"] == "1"
@@ -399,7 +405,8 @@ def test_rate_is_per_key_and_told_in_headers(tmp_path, start, ask) -> None:
                 429,
                 "rate_limit_exceeded",
             )
-            assert 25_000 < int(third.headers["retry-after-ms"]) <= 30_000
+            took_ms = (time.monotonic() - began) * 1000
+            assert 29_990 - took_ms < int(third.headers["retry-after-ms"]) <= 30_000
         with running.client(key="other-key-0123456789abcd") as other:
             streamed = other.post("/v1/chat/completions", json=ask("x", stream=True))
             assert streamed.status_code == 200
@@ -408,11 +415,12 @@ def test_rate_is_per_key_and_told_in_headers(tmp_path, start, ask) -> None:
 
 def test_drain_finishes_what_runs_and_takes_nothing_new(tmp_path, start, ask) -> None:
     result: list[str] = []
-    with start(tmp_path) as running:
+    config = GatewayConfig(server=ServerConfig(port=0, link_port=0, admin_port=0, drain_s=20.0))
+    with start(tmp_path, config) as running, running.connect() as idle:
 
         def read() -> None:
             with running.client() as client:
-                body = ask({"say": "w" * 30, "delay_s": 0.02}, stream=True)
+                body = ask({"say": "w" * 30, "gate": "drains", "gate_after": 15}, stream=True)
                 result.append(client.post("/v1/chat/completions", json=body).text)
 
         reader = threading.Thread(target=read)
@@ -420,10 +428,12 @@ def test_drain_finishes_what_runs_and_takes_nothing_new(tmp_path, start, ask) ->
         while not running.node.served:
             time.sleep(0.005)
         running.stop()
-        time.sleep(0.1)
+        assert idle.recv(1) == b"", "idle ones end once it drains"
         with running.client() as late, pytest.raises(httpx.ConnectError):
             late.get("/livez")
-        reader.join(10)
+        assert reader.is_alive()
+        running.node.opened.add("drains")
+        reader.join(20)
     assert result
     assert result[0].endswith("data: [DONE]\n\n")
 
