@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,8 +113,9 @@ async def test_a_second_signal_ends_it_at_once(
             started.process.send_signal(signal.SIGTERM)
             await gateway.first(wire.Draining)
             started.process.send_signal(signal.SIGTERM)
-            await until(lambda: started.process.poll() is not None, "the exit", 3)
+            await until(lambda: started.process.poll() is not None, "the exit")
             assert is_gone(engine)
+            assert not any(isinstance(end, wire.Finished) for end in gateway.ends(0))
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "under SIGSTOP"])
@@ -129,11 +129,11 @@ async def test_parent_death_leaves_nothing_running(
             if is_stopped:
                 os.kill(engine, signal.SIGSTOP)
             started.process.kill()
-            await until(lambda: is_gone(engine), "the engine's end", 2)
+            await until(lambda: is_gone(engine), "the engine's end")
 
 
 async def test_exit_with_parent(tmp_path: Path, bundle_file: Path, script_file: Path) -> None:
-    """Started by a process that dies: the agent and its engine follow within 2 s."""
+    """Started by a process that dies: the agent and its engine follow."""
     starter = textwrap.dedent(
         """
         import subprocess, sys, time
@@ -149,7 +149,7 @@ async def test_exit_with_parent(tmp_path: Path, bundle_file: Path, script_file: 
             pid = started.of("pid")[0]["pid"]
             assert isinstance(pid, int)
             started.process.kill()
-            await until(lambda: is_gone(pid), "the agent's end", 2)
+            await until(lambda: is_gone(pid), "the agent's end")
 
 
 async def test_one_agent_for_an_id(tmp_path: Path, bundle_file: Path, script_file: Path) -> None:
@@ -172,9 +172,7 @@ async def test_an_engine_that_cannot_start_is_said_with_its_last_words(
     async with FakeGateway().listening() as gateway:
         arguments = flags(gateway, tmp_path, bundle_file, script_file)
         with agent(tmp_path, *arguments, "--kv-device-tokens", "1") as started:
-            begun = time.monotonic()
             await until(lambda: started.process.poll() is not None, "the exit")
-            assert time.monotonic() - begun < 8
             assert started.process.returncode == 1
             (line,) = started.of("error")
             assert "--kv-device-tokens" in str(line["error"])

@@ -34,11 +34,17 @@ def test_a_stop_during_a_pull_ends_it_and_leaves_nothing(
     models = tmp_path / "models"
     monkeypatch.setenv("KAGARI_MODELS", str(models))
     stop, lines = threading.Event(), []
-    threading.Timer(1.0, stop.set).start()
+
+    def stop_once_it_runs() -> None:
+        while not (pid_file.exists() and pid_file.read_text()):
+            time.sleep(0.01)
+        stop.set()
+
+    threading.Thread(target=stop_once_it_runs, daemon=True).start()
     begun = time.monotonic()
     with pytest.raises(Stopped):
         prepare_models(config(tmp_path), lines.append, stop)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
     assert [path.name for path in models.iterdir() if not path.name.endswith(".lock")] == []
     assert lines[0]["stage"] == "download"
     with pytest.raises(ProcessLookupError):
