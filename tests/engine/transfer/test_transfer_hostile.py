@@ -28,7 +28,7 @@ from engine.transfer.messages import (
 )
 from engine.transfer.mover import MAX_STRANGERS
 from engine.transfer.seal import Session, page_digest
-from tests.engine.transfer.movers import LAYOUT, Split, Station, until
+from tests.engine.transfer.movers import LAYOUT, PATIENCE_S, Split, Station, until
 from tests.engine.transfer.relay import Frame, Relay
 
 NONCE = bytes(32)
@@ -102,7 +102,8 @@ def test_who_has_not_the_secret_is_shown_the_door_and_takes_no_place(
 
 def until_known(dialler: Dialler, split: Split) -> Challenge:
     """The mover may still have to read its order."""
-    for _ in range(100):
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
         greeting = dialler.hello(split)
         if isinstance(greeting, Challenge):
             return greeting

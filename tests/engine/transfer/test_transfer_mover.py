@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,7 +32,17 @@ from engine.transfer.incoming import Incoming
 from engine.transfer.mover import TransferMover
 from engine.transfer.seal import Session
 from engine.transfer.shared_room import OwnSharedRoom, SharedRooms
-from tests.engine.transfer.movers import HANDOVER, LAYOUT, Pages, Split, Station, chain, until
+from tests.engine.transfer.movers import (
+    HANDOVER,
+    LAYOUT,
+    PATIENCE_S,
+    Pages,
+    Split,
+    Station,
+    chain,
+    until,
+)
+from tests.engine.transfer.relay import Deed, Frame, Relay
 
 WAYS = pytest.mark.parametrize("ways", [rooms.WAYS["tcp"], rooms.WAYS["auto"]], ids=["tcp", "shm"])
 
@@ -42,6 +53,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.transfer.channel.SILENT_S", 60.0)
     monkeypatch.setattr("engine.transfer.side.DRAIN_S", 60.0)
     monkeypatch.setattr("engine.transfer.outgoing.RETRY_S", 30.0)
+    monkeypatch.setattr("engine.transfer.doorstep.STRANGER_S", 60.0)
 
 
 @pytest.fixture
@@ -51,6 +63,7 @@ def sides() -> Iterator[list[Station]]:
     yield made
     for side in made:
         side.mover.close(1.0)
+        side.mover._mover.join(PATIENCE_S)
         assert not side.mover._mover.is_alive()
 
 
@@ -229,14 +242,14 @@ def test_a_peer_that_was_asked_and_never_comes_is_given_up(
 def test_who_has_connected_or_comes_when_it_will_is_not_given_up(
     sides: list[Station], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.transfer.channel.CONNECT_S", 0.1)
+    monkeypatch.setattr("engine.transfer.channel.CONNECT_S", 0.6)
     sender, receiver = pair(sides)
     met, home = Split(sender, receiver), Split(sender, receiver, into=16)
     receiver.give(Expect(home.id, home.secret, home.deadline))
     receiver.give(Expect(met.id, met.secret, met.deadline, is_asked=True))
     sender.give(met.export)
     until(lambda: Offered(met.id, met.keys) in receiver.poll())
-    time.sleep(0.7)  # a mover that only expects looks every half second
+    time.sleep(1.2)  # a mover that only expects looks every half second
     for split in (met, home):
         split.run() if split is home else receiver.give(split.imported)
     met.send_all()
@@ -414,20 +427,30 @@ def test_either_side_may_withdraw_at_any_time(sides: list[Station], who: str, wh
 
 def test_a_page_is_not_written_once_its_transfer_was_withdrawn(sides: list[Station]) -> None:
     """Trap 17: the rest of what is on the way is read and thrown away."""
-    layout = replace(LAYOUT, num_layers=1024)  # pages of 1 MB
+    layout = replace(LAYOUT, num_layers=256)  # pages of 256 kB
     sides += [Station(layout, seed=1, ways=()), Station(layout, seed=2, ways=())]
     sender, receiver = sides
     split = Split(sender, receiver, num_tokens=320)
+    relay, is_withdrawn = Relay(split.address, layout.page_bytes), threading.Event()
+
+    def hold_all_but_the_first(frame: Frame) -> Deed:
+        if frame.name == "Pages" and frame.nth:
+            is_withdrawn.wait(PATIENCE_S)
+        return "pass"
+
+    relay.judges[split.id] = hold_all_but_the_first
     receiver.give(split.imported)
-    sender.give(split.export)
+    sender.give(replace(split.export, peer=relay.address))
     until(lambda: Accepted(split.id, 1) in sender.poll())
     sender.give(split.send(1, 20))
     until(lambda: split.positions(receiver, Arrived))
     receiver.give(Withdraw(split.id))
     until(lambda: TransferQuiet(split.id) in receiver.poll())
     before = bytes(receiver.pages.bytes)
+    is_withdrawn.set()
     split.wait_quiet()
     time.sleep(0.1)
+    relay.close()
     assert receiver.pages.bytes == before
     assert len(split.positions(receiver, Arrived)) < 19
 
@@ -494,8 +517,8 @@ def test_a_mover_that_closes_tells_its_peer(sides: list[Station]) -> None:
     split.sender.give(split.export)
     until(lambda: Accepted(split.id, 1) in split.sender.poll())
     began = time.monotonic()
-    split.receiver.mover.close(5.0)
-    assert time.monotonic() - began < 2.0
+    split.receiver.mover.close(30.0)
+    assert time.monotonic() - began < 15.0
     split.wait_quiet()
     failure = split.sender.failure(split.id)
     assert failure is not None
