@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -191,10 +192,14 @@ def test_calls_beyond_the_bound_are_refused_at_once_and_writes_leave_a_thread_fo
 
 
 @pytest.mark.parametrize("failure", [Status.TIMEOUT, Status.UNAVAILABLE])
-def test_the_breaker_opens_after_failures_in_a_row_and_one_probe_closes_it(failure: Status) -> None:
-    tier = HangingTier()
-    with guarded(tier, failures_to_open=3, pause_s=0.5) as guard:
-        deadline = time.monotonic() + PATIENCE_S
+def test_the_breaker_opens_after_failures_in_a_row_and_one_probe_closes_it(
+    failure: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, pause_s, ahead_s = HangingTier(), 1000.0, 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s)
+    monkeypatch.setattr("engine.store.guard.time", clock)
+    with guarded(tier, failures_to_open=3, pause_s=pause_s) as guard:
+        deadline = time.monotonic() + 2 * pause_s
         answers = (failure, failure, Status.MISS, failure, failure, failure)
         for tier.answer in answers:
             assert guard.state == "ok"
@@ -203,9 +208,9 @@ def test_the_breaker_opens_after_failures_in_a_row_and_one_probe_closes_it(failu
         tier.answer = Status.OK
         assert guard.remove([RECORD.key], deadline) == [Status.UNAVAILABLE]
         assert tier.calls == len(answers)
-        time.sleep(0.5)
+        ahead_s = pause_s
         with tier.hanging():
-            probe = ask(guard, PATIENCE_S)
+            probe = ask(guard, 2 * pause_s)
             assert tier.inside.acquire(timeout=PATIENCE_S)
             assert guard.remove([RECORD.key], deadline) == [Status.UNAVAILABLE]
             assert guard.state == "broken"
@@ -218,10 +223,10 @@ def test_blocking_forms_keep_the_contract_while_the_tier_hangs() -> None:
     tier, view = HangingTier(), memoryview(bytearray(8))
     with guarded(tier, failures_to_open=99) as guard:
         with tier.hanging():
-            soon = time.monotonic() + 0.05
-            assert guard.get([RECORD.key], [view], soon) == [Status.TIMEOUT]
-            assert guard.lookup([RECORD.key], time.monotonic() + 0.05) == 0
-            assert guard.put([RECORD], [view], time.monotonic() + 0.05) == [Status.TIMEOUT]
+            soon_s = 0.3  # late enough for the tier to be asked
+            assert guard.get([RECORD.key], [view], time.monotonic() + soon_s) == [Status.TIMEOUT]
+            assert guard.lookup([RECORD.key], time.monotonic() + soon_s) == 0
+            assert guard.put([RECORD], [view], time.monotonic() + soon_s) == [Status.TIMEOUT]
             assert guard.quarantined == 3
         until(lambda: guard.quarantined == 0)
         assert bytes(view) == bytes(8)  # the late answer went to the guard's copy

@@ -37,7 +37,7 @@ def arena(folder: Path, capacity: int = 6, layout: PageLayout = LAYOUT) -> Share
     return SharedArenaTier(folder, layout, capacity, folder=folder)
 
 
-def put(tier: SharedArenaTier, *numbers: int, seconds: float = 5.0) -> list[Status]:
+def put(tier: SharedArenaTier, *numbers: int, seconds: float = 20.0) -> list[Status]:
     payloads = [memoryview(payload_of(key_of(number))) for number in numbers]
     records = [record_of(number, OWNERS[number % 2], depth=number) for number in numbers]
     return tier.put(records, payloads, time.monotonic() + seconds)
@@ -348,7 +348,7 @@ def test_processes_that_write_and_are_killed_never_leave_a_wrong_byte(
     try:
         for seed in range(rounds):
             until = time.monotonic() + chance.uniform(0.05, 0.2)
-            while time.monotonic() < until:
+            while time.monotonic() < until or (not hits and time.monotonic() < until + 20):
                 statuses = get(tier, *range(12))
                 assert set(statuses) <= {OK, MISS}
                 hits += statuses.count(OK)
