@@ -32,7 +32,7 @@ def relayed(tmp_path: Path) -> Callable[..., Any]:
         config = msgspec.structs.replace(QUICK, upstreams=configs, **sections)
         with start_gateway(tmp_path / "home", config, nodes=0) as gateway:
             needed = len(upstreams) if serving is None else serving
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 20
             while len(gateway.call(lambda: _serving(gateway))) < needed:
                 assert time.monotonic() < deadline, "the upstreams are not up"
                 time.sleep(0.01)

@@ -58,17 +58,18 @@ class ScriptedUpstream:
     num_connections: int = 0
     num_open: int = 0
     probes: int = 0
+    held: socket.socket | None = None  # bound already, so that nobody else takes its port
     loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def wait_asked(self, count: int, seconds: float = 10.0) -> list[Asked]:
+    def wait_asked(self, count: int, seconds: float = 20.0) -> list[Asked]:
         self._wait(lambda: len(self.asked) >= count, seconds, f"{count} requests")
         return self.asked
 
-    def wait_left(self, seconds: float = 10.0) -> None:
+    def wait_left(self, seconds: float = 20.0) -> None:
         """Every client that left is seen to have left, and nothing runs any more."""
         done = lambda: all(one.is_answered or one.client_left for one in self.asked)  # noqa: E731
         self._wait(done, seconds, "the end of all requests")
@@ -174,7 +175,10 @@ def start_upstream(script: Script, **fields: Any) -> Iterator[ScriptedUpstream]:
     up, stop = threading.Event(), asyncio.Event()
 
     async def main() -> None:
-        server = await asyncio.start_server(upstream.serve, "127.0.0.1", upstream.port)
+        if upstream.held is not None:
+            server = await asyncio.start_server(upstream.serve, sock=upstream.held)
+        else:
+            server = await asyncio.start_server(upstream.serve, "127.0.0.1", upstream.port)
         upstream.port = server.sockets[0].getsockname()[1]
         upstream.loop = asyncio.get_running_loop()
         up.set()
@@ -185,13 +189,13 @@ def start_upstream(script: Script, **fields: Any) -> Iterator[ScriptedUpstream]:
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
-    assert up.wait(10)
+    assert up.wait(20)
     assert upstream.loop is not None
     try:
         yield upstream
     finally:
         upstream.loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join(20)
         assert not thread.is_alive()
 
 

@@ -184,6 +184,8 @@ def test_prefill_fails_another_pair_is_tried_then_the_decode_server_alone(cluste
     with cluster(
         "vllm", [lambda _: broken, lambda _: broken], [lambda _: Exchange((DECODED,))]
     ) as one:
+        now = one.gateway.services.upstreams.clock()
+        one.gateway.services.upstreams.clock = lambda: now  # what is open stays so
         with one.gateway.client() as client:
             for _ in range(12):
                 reply = client.post(CHAT, json=ASK)
@@ -215,7 +217,7 @@ def test_a_client_that_leaves_between_the_legs_has_its_blocks_freed(cluster) -> 
             sock.sendall(one.gateway.raw(json.dumps(ASK).encode()))
             one.decode[0].wait_asked(1)
         one.gateway.wait_idle()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 20
         while len(one.decode[0].asked) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -290,7 +292,7 @@ def test_sglang_a_leg_that_fails_ends_the_other(cluster, failing) -> None:
         began = time.monotonic()
         with one.gateway.client() as client:
             reply = client.post(CHAT, json=ASK)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
         assert (reply.status_code, reply.json()["error"]["code"]) == (502, "upstream_error")
         waiting = one.decode[0] if failing == "prefill" else one.prefill[0]
         waiting.wait_left()
