@@ -73,7 +73,7 @@ def test_an_answer_that_does_not_come_is_not_waited_for(gateway, admin) -> None:
     assert (purged.status_code, purged.json()["complete"]) == (202, False)
     assert purged.json()["nodes"][0]["left"] == ["device"]
     assert purged.json()["prefixes_removed"] == 1
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 15
 
 
 def test_a_node_that_has_no_room_says_so(gateway, admin) -> None:

@@ -392,9 +392,9 @@ async def test_waiting_ends_with_the_answer_or_with_the_time(world: World) -> No
     )
     begun = time.monotonic()
     await keeper.wait(lambda: False, 0.05)
-    assert 0.05 <= time.monotonic() - begun < 2
+    assert time.monotonic() - begun >= 0.05
     await keeper.wait(lambda: True, 60)
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 20
 
 
 async def test_an_engine_gets_a_few_purges_at_a_time(world: World) -> None:

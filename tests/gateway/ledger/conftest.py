@@ -7,6 +7,7 @@ from pathlib import Path
 import aiosqlite
 import pytest
 
+from gateway.ledger import ledger as ledger_module
 from gateway.ledger.ledger import connect_writer
 from gateway.ledger.rows import OpenRow, Settlement
 from policies.pricing import Rates
@@ -62,6 +63,12 @@ class FailingConnection:
 
     async def close(self) -> None:
         await self._connection.close()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the disk is."""
+    monkeypatch.setattr(ledger_module, "OPEN_DEADLINE_S", 60.0)
 
 
 @pytest.fixture

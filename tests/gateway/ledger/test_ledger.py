@@ -22,7 +22,7 @@ from policies.pricing import Rates
 pytestmark = pytest.mark.anyio
 
 
-async def until(condition, within_s=5.0):
+async def until(condition, within_s=20.0):
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110 - the ledger has no event for it
             await asyncio.sleep(0.002)
@@ -201,7 +201,7 @@ async def test_a_disk_that_was_full_is_found_well_again_without_a_request(path, 
 
 
 async def test_a_close_that_cannot_write_says_what_it_leaves(path, row, end, disk, monkeypatch):
-    monkeypatch.setattr(ledger_module, "DRAIN_DEADLINE_S", 0.2)
+    monkeypatch.setattr(ledger_module, "DRAIN_DEADLINE_S", 1.0)
     ledger = Ledger(path, connect=disk.connect)
     async with ledger:
         await ledger.open(row("r1"))
@@ -342,7 +342,7 @@ async def test_a_fault_of_the_writer_itself_is_loud_and_opens_nothing_more(path,
 
 
 async def test_wal_does_not_grow_when_idle(path, row, end, monkeypatch):
-    monkeypatch.setattr(ledger_module, "CHECKPOINT_EVERY_S", 0.05)
+    monkeypatch.setattr(ledger_module, "CHECKPOINT_EVERY_S", 0.5)
     async with Ledger(path) as ledger:
         await ledger.open(row("r1"))
         ledger.settle(end("r1"))

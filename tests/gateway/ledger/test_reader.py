@@ -31,8 +31,8 @@ async def test_query_that_takes_too_long_is_ended_and_its_thread_is_free_again(p
             *(reader.read(endless) for _ in range(4)), return_exceptions=True
         ):
             assert isinstance(error, LedgerUnreadable)
-        assert time.monotonic() - began < 5
-        async with asyncio.timeout(10):
+        assert time.monotonic() - began < 15
+        async with asyncio.timeout(20):
             while True:
                 try:
                     boots = await reader.read(lambda c: c.execute("SELECT 1").fetchone())
@@ -77,7 +77,7 @@ async def test_log_is_truncated_after_reads(path, row, end):
             await ledger.open(row(f"r{number}"))
             ledger.settle(end(f"r{number}"))
             await reader.read(lambda c: c.execute("SELECT count(*) FROM requests").fetchone())
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(20):
             while ledger.health().wal_bytes or ledger.health().unsettled:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 
@@ -114,7 +114,7 @@ async def test_spent_key_is_the_one_that_was_billed_and_open_rows_may_yet_be(pat
 
 async def settled(ledger, ending):
     ledger.settle(ending)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while ledger.health().unsettled:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
