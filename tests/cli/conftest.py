@@ -36,7 +36,7 @@ def kagari(tmp_path: Path) -> Kagari:
             },
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=120,
             check=False,
         )
 
