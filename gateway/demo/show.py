@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,9 +44,9 @@ from gateway.ledger.requests import RequestLine, requests
 from gateway.ledger.usage import usage_by
 
 MODEL = "smollm2-135m"
-STAGGER_S = 0.03  # the first is placed before the second comes, and all before a chunk is computed
+PLACED_S = 30.0
 STEPS = ("--step-tokens", "256")  # short, so that engines on a busy machine report in time
-SETTLED_S = 2.0
+SETTLED_S = 10.0
 BAR_CHARS = 40
 # Tiers are act 4's matter: before it, pages leave for good.
 NO_TIERS = ("--kv-host-mb", "0", "--kv-disk-mb", "0")
@@ -209,7 +209,8 @@ def show_returns(stack: Stack, screen: Screen) -> Act:
 
 
 def conversations(stack: Stack, routing: str, num_turns: int, screen: Screen) -> list[Turn]:
-    """All turns of all agents: in each all ask together, in an order that shifts from turn to turn.
+    """All turns of all agents: in each all ask together, in an order that shifts from turn to turn:
+    each once the one before has its place.
 
     Together, because a second prompt that shares a prefix is sent behind the first unless its node
     has much to do: agents that come one by one would share one node.
@@ -220,6 +221,7 @@ def conversations(stack: Stack, routing: str, num_turns: int, screen: Screen) ->
         AFFINITY: "After: x-session-affinity, and nodes chosen by what they hold",
     }[routing]
     screen.say("\n" + measured(stack))
+    ledger = stack.home / LEDGER_NAME
     turns: list[Turn] = []
     with screen.turns(title), ThreadPoolExecutor(NUM_AGENTS) as pool:
         for turn in range(1, num_turns + 1):
@@ -229,18 +231,27 @@ def conversations(stack: Stack, routing: str, num_turns: int, screen: Screen) ->
                 messages = list(conversation.ask(turn))
                 header = routing == AFFINITY
                 waiting.append(pool.submit(ask, stack, conversation, messages, header))
-                time.sleep(STAGGER_S)
+                wait_placed(ledger, len(turns) + len(waiting), waiting[-1])
             try:
                 replies = [future.result(timeout=300) for future in waiting]
             except (StreamFailed, HttpError, OSError) as error:
                 raise StackFailed(f"{error}\n    {stack.warnings()}") from error
-            charges = charges_of(stack.home / LEDGER_NAME, replies)
+            charges = charges_of(ledger, replies)
             for conversation, reply in zip(order, replies, strict=True):
                 conversation.hear(reply.text)
                 done = Turn(routing, conversation.name, turn, reply, charges[reply.request_id])
                 turns.append(done)
                 screen.turn(done)
     return turns
+
+
+def wait_placed(ledger: Path, count: int, asked: Future[ChatReply]) -> None:
+    """Until so many requests have their rows: a row is opened once it is known where it runs."""
+    deadline = time.monotonic() + PLACED_S
+    while not asked.done() and sum(1 for _ in requests(ledger)) < count:
+        if time.monotonic() > deadline:
+            raise StackFailed(f"request {count} found no node within {PLACED_S:.0f} s")
+        time.sleep(0.005)
 
 
 def measured(stack: Stack) -> str:
