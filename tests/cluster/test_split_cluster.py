@@ -90,10 +90,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 QUESTIONS = ("Does the lantern burn? " * 40, "Short. ", "b" * (4 * PAGE - 1))
 
 
+def resident(stack: Stack) -> int:
+    """Pages on prefill's node."""
+    (prefill,) = (node for node in stack.nodes() if node["node_id"] == "n1")
+    return int(prefill["engines"][0]["resident_pages"])
+
+
 def conversation(stack: Stack, key: str, **fields: Any) -> list[tuple[Answer, Answer]]:
-    """Two turns of each question."""
+    """Two turns of each question; before the second what decode computed has come home."""
+    had = resident(stack)
     firsts = [ask(stack, question, key=key, **fields) for question in QUESTIONS]
-    time.sleep(0.5)  # pages of a split come home
+    if {first.path for first in firsts} == {"split"}:
+        made = sum((first.usage["total_tokens"] - 1) // PAGE for first in firsts)
+        eventually(lambda: resident(stack) >= had + made)
     return [
         (first, ask(stack, question, first.text, "And now?", key=key, **fields))
         for question, first in zip(QUESTIONS, firsts, strict=True)

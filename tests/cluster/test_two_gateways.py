@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import signal
 import subprocess
 import time
@@ -11,13 +10,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from gateway.cli.children import python_module
 from gateway.cli.client import HttpError, Server, call
 from gateway.cli.serve_plan import free_ports
+from gateway.ledger.files import LEDGER_NAME
+from gateway.ledger.requests import requests
 
 KEY = "kg-0123456789abcdef"
 TOKEN = "token-of-both-gateways"
@@ -64,16 +64,8 @@ class Gateway:
         return str(reply["choices"][0]["message"]["content"])
 
     def statuses(self) -> list[str]:
-        done = subprocess.run(
-            python_module(
-                "gateway.cli.main", "usage", "--requests", "--json", "--home", str(self.home)
-            ),
-            capture_output=True,
-            check=True,
-            timeout=30,
-        )
-        rows: list[dict[str, Any]] = json.loads(done.stdout)
-        return [row["status"] for row in rows]
+        """Of all rows; what is open is so for 3 s."""
+        return [line.status for line in requests(self.home / LEDGER_NAME)]
 
 
 def eventually(holds: Callable[[], bool], within_s: float = 30.0) -> None:
