@@ -64,7 +64,7 @@ def balanced() -> Counted:
     At rest every page is free or cached, nothing is open, and the ledger verifies.
     """
 
-    def check(stack: Stack, *, within_s: float = 15.0) -> list[dict[str, Any]]:
+    def check(stack: Stack, *, within_s: float = 60.0) -> list[dict[str, Any]]:
         deadline = time.monotonic() + within_s
         while True:
             rows = stack.requests()

@@ -73,7 +73,7 @@ def opening(word: str) -> list[Message]:
 
 
 def wait_stored(stack: Stack, num_pages: int) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while num_pages > sum(
         tier["stored_pages"]
         for node in stack.nodes()

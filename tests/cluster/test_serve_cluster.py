@@ -76,12 +76,12 @@ class Streaming:
         finally:
             self._connection.close()
 
-    def wait_for_text(self, within_s: float = 10) -> None:
+    def wait_for_text(self, within_s: float = 60) -> None:
         """Until some text has come."""
         with self._changed:
             assert self._changed.wait_for(lambda: self.text != "", within_s), self.events
 
-    def end(self, within_s: float = 30) -> None:
+    def end(self, within_s: float = 60) -> None:
         self._thread.join(within_s)
         assert not self._thread.is_alive(), "the stream hangs"
 
@@ -208,7 +208,7 @@ def test_a_frozen_engine_fails_its_stream_and_others_go_on(
     os.kill(pid, signal.SIGSTOP)
     try:
         began = time.monotonic()
-        stream.end(within_s=20)
+        stream.end()
         assert stream.error is not None
         assert time.monotonic() - began > 1
         assert answer(stack, "Are you there.") == "Yes."
@@ -227,7 +227,7 @@ def test_an_agent_killed_mid_stream_is_node_lost_and_starts_again(
     stream.end()
     assert stream.error is not None
     assert stream.error["code"] == "node_lost"
-    wait_gone([engine], 2)
+    wait_gone([engine], 30)
     assert row_of(balanced(stack), "failed")["charge_nano_usd"] == 0
     assert agent_pid(stack, stream.node) != agent
 
@@ -247,7 +247,7 @@ def test_a_node_lost_before_the_first_token_is_not_seen(stack: Stack, balanced: 
 
 
 def busy_node(stack: Stack) -> str:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         for node in stack.nodes():
             if node["in_flight"]:
@@ -267,8 +267,8 @@ def test_ctrl_c_drains_and_leaves_nothing(script: Path, tmp_path: Path, balanced
         stream.end()
         assert stream.error is None
         assert stream.finish_reasons in (["stop"], ["length"])
-        assert stack.wait(10) == 0, stack.said()
-        wait_gone(pids, 2)
+        assert stack.wait(60) == 0, stack.said()
+        wait_gone(pids, 30)
     rows = stack.requests()
     assert [row["status"] for row in rows] == ["ok"]
     assert stack.kagari("ledger", "verify").returncode == 0
@@ -284,9 +284,9 @@ def test_a_killed_serve_takes_all_with_it_and_the_next_boot_settles(
         stream = Streaming(stack, "Count slowly.")
         stream.wait_for_text()
         stack.process.kill()
-        wait_gone(pids, 2)
+        wait_gone(pids, 30)
         stream.end()
-        assert stack.wait(2) is not None
+        assert stack.wait(30) is not None
     with Stack(tmp_path / "home", *flags) as again:
         assert again.ready["api_key"] == key
         assert [row["status"] for row in balanced(again)] == ["orphaned"]
@@ -334,9 +334,11 @@ def test_compute_fast_reaches_the_engine_and_both_sides_keys(script: Path, tmp_p
         (model, *_) = call(stack.api, "GET", "/v1/models")["data"]
         assert model["kagari"]["compute"] == "fast"
         answer(stack, "Once. " * 200)
-        deadline = time.monotonic() + 10
-        while not ((engine := stack.nodes()[0]["engines"][0])["report"] or {}).get("pages_cached"):
+        deadline = time.monotonic() + 30
+        while True:  # what is cached is told by a report, what is resident by events
+            (engine,) = stack.nodes()[0]["engines"]
+            if engine["resident_pages"] == (engine["report"] or {}).get("pages_cached", 0) > 1:
+                break
             assert time.monotonic() < deadline, engine
             time.sleep(0.1)
         assert (engine["info"]["compute"], engine["info"]["identity"][-5:]) == ("fast", "+fast")
-        assert engine["resident_pages"] == engine["report"]["pages_cached"] > 1

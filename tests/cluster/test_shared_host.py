@@ -25,7 +25,7 @@ def test_a_killed_nodes_pages_are_found_by_its_neighbour(
         first = say(stack, opening("one"), 1)
         wait_stored(stack, first.prompt_tokens // PAGE)
         os.kill(stack.ready["pids"][first.node], signal.SIGKILL)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while {node["node_id"]: node["state"] for node in stack.nodes()}[first.node] == "ready":
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -68,7 +68,7 @@ class Gateway:
         return [line.status for line in requests(self.home / LEDGER_NAME)]
 
 
-def eventually(holds: Callable[[], bool], within_s: float = 30.0) -> None:
+def eventually(holds: Callable[[], bool], within_s: float = 60.0) -> None:
     deadline = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < deadline
@@ -78,7 +78,7 @@ def eventually(holds: Callable[[], bool], within_s: float = 30.0) -> None:
 def end(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGTERM)
     try:
-        process.wait(15)
+        process.wait(60)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait(5)
