@@ -96,7 +96,7 @@ def test_without_a_trace_it_says_so(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert told.returncode == 1

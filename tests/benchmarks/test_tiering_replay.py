@@ -110,7 +110,7 @@ def test_a_trace_that_is_not_there_is_told(tmp_path: Path) -> None:
 def test_a_trace_of_another_format_is_told(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "trace.gz", [{"timestamp": 0}])
     command = [sys.executable, "-m", "benchmarks.tiering", "--trace", str(path)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert ran.returncode == 1
     assert "missing required field `input_length`" in ran.stderr
     assert "remedy:" in ran.stderr

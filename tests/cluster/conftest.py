@@ -48,7 +48,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     replies = [
         {"if": "slowly", "say": counting, "delay_ms": 30},
         {"if": "later", "say": "At last.", "delay_ms": 1500},
-        {"if": "fatal", "say": counting, "delay_ms": 20, "die_after": 12},
+        {"if": "fatal", "say": counting, "delay_ms": 20, "die_after": 50},
         {"if": "capital of France", "say": "The capital of France is Paris."},
         {"if": ".", "say": "Yes."},
     ]

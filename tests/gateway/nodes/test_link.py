@@ -22,7 +22,7 @@ from policies.contract.bundle import Bundle, bundle_digest, encode_bundle
 from tests.gateway.nodes.fake_node import Clock, bundles, info, request
 
 TOKEN = "a join token"
-WAIT_S = 5.0
+WAIT_S = 20.0
 
 
 @asynccontextmanager
