@@ -52,7 +52,7 @@ scripted_node = _load_node_module()
 
 QUICK = GatewayConfig(
     server=ServerConfig(port=0, link_port=0, admin_port=0, drain_s=3.0),
-    limits=LimitsConfig(body_grace_s=0.8, request_deadline_s=20.0),
+    limits=LimitsConfig(request_deadline_s=20.0),
     stream=StreamConfig(first_heartbeat_s=0.3, heartbeat_s=0.2, send_stall_s=5.0),
 )
 
@@ -105,7 +105,7 @@ class RunningGateway:
         async def wrapped() -> Any:
             return work()
 
-        return asyncio.run_coroutine_threadsafe(wrapped(), self.loop).result(5)
+        return asyncio.run_coroutine_threadsafe(wrapped(), self.loop).result(20)
 
     def log_lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.log.getvalue().splitlines()]
@@ -143,7 +143,7 @@ class RunningGateway:
 
 
 async def _nodes_ready(services: Services, count: int) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while [n.state for n in services.fleet.nodes()].count("ready") < count:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -213,7 +213,7 @@ def start_gateway(
 
     thread = threading.Thread(target=thread_main, daemon=True)
     thread.start()
-    assert up.wait(20), "the gateway did not start in 20 s"
+    assert up.wait(60), "the gateway did not start in 60 s"
     if failed:
         raise failed[0]
     gateway = ready[0]

@@ -7,7 +7,11 @@ import socket
 import time
 from typing import Any
 
+import msgspec
 import pytest
+
+from gateway.config import LimitsConfig
+from tests.gateway.api.conftest import QUICK
 
 GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 
@@ -387,9 +391,10 @@ def test_many_headers_below_the_servers_limit_get_our_431_over_http2(gateway) ->
     assert (reply.status_code, error_of(reply)["code"]) == (431, "headers_too_large")
 
 
-def test_a_byte_a_second_is_cut_with_408(gateway) -> None:
-    started = time.monotonic()
-    with gateway.connect() as sock:
+def test_a_byte_a_second_is_cut_with_408(tmp_path, start) -> None:
+    config = msgspec.structs.replace(QUICK, limits=LimitsConfig(body_grace_s=0.8))
+    with start(tmp_path, config) as gateway, gateway.connect() as sock:
+        started = time.monotonic()
         sock.sendall(
             gateway.raw(b"", extra="").replace(b"Content-Length: 0", b"Content-Length: 50")
         )
