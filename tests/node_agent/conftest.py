@@ -28,7 +28,7 @@ from policies.contract.bundle import Bundle, encode_bundle
 
 TOKEN = "join-token-of-the-tests"
 DEADLINE_S = 30.0  # however busy the machine is
-QUICK_LINK = LinkTiming(backoff_s=0.05, backoff_cap_s=0.2)
+QUICK_LINK = LinkTiming(welcome_s=60.0, backoff_s=0.05, backoff_cap_s=0.2)
 M = TypeVar("M")
 
 

