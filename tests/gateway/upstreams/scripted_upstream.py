@@ -184,6 +184,8 @@ def start_upstream(script: Script, **fields: Any) -> Iterator[ScriptedUpstream]:
         up.set()
         await stop.wait()
         server.close()
+        for _ in range(5):  # of a connection that was just accepted nobody is there yet to close it
+            await asyncio.sleep(0)
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
 
