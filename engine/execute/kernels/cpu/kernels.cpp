@@ -83,19 +83,29 @@ inline Vector exchange(Vector v, std::integer_sequence<int, i...>) {  // lane i 
   return __builtin_shufflevector(v, v, (i ^ d)...);
 }
 
+template <class Vector>
+struct Half {  // of its lanes
+  typedef std::remove_reference_t<decltype(std::declval<Vector&>()[0])> Lane;
+  typedef Lane Type __attribute__((vector_size(sizeof(Vector) / 2)));
+};
+
 template <class Vector, class Of, int d = sizeof(Vector) / 8>
 inline auto fold(Vector v, const Of& of) {  // all lanes to one: halves, then theirs, and so on
+  if constexpr (sizeof(Vector) > sizeof(Register)) {  // compilers shuffle those lane by lane
+    union { Vector whole; typename Half<Vector>::Type half[2]; } x{v};
+    return fold(of(x.half[0], x.half[1]), of);
+  }
   v = of(v, exchange<d>(v, std::make_integer_sequence<int, sizeof(Vector) / 4>()));
   if constexpr (d > 1) return fold<Vector, Of, d / 2>(v, of);
   else return v[0];
 }
 
 template <class Vector>
-inline auto sum(Vector v) { return fold(v, [](Vector a, Vector b) { return a + b; }); }
+inline auto sum(Vector v) { return fold(v, [](auto a, auto b) { return a + b; }); }
 
 template <class Vector>
 inline float highest(Vector v) {
-  return fold(v, [](Vector a, Vector b) { return larger(a, b); });
+  return fold(v, [](auto a, auto b) { return larger(a, b); });
 }
 
 // 2^x for x up to 127, 0 below 2^-126.5; reduction to |r| ≤ 1/2 and polynomial of Cephes' exp2f.
@@ -179,12 +189,29 @@ inline SixteenWords as_words(Values v) {  // of 16
       __builtin_shufflevector(v, v, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15),
       SixteenWords);
 }
+#if KAGARI_ISA == 1  // compilers narrow lane by lane; none is too large
+inline __m256i narrowed(Ints v) {
+  union { Ints whole; __m256i half[2]; } x{v};
+  return _mm256_permute4x64_epi64(_mm256_packs_epi32(x.half[0], x.half[1]), 0xd8);
+}
+inline SixteenWords as_words(Ints v) {
+  const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+  return (SixteenWords)_mm256_shuffle_epi8(narrowed(v), _mm256_broadcastsi128_si256(order));
+}
+inline Sixteen as_bytes(Ints v) {
+  const __m256i all = narrowed(v);
+  return (Sixteen)_mm_packs_epi16(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+}
+#else
+inline Sixteen as_bytes(Ints v) { return __builtin_convertvector(v, Sixteen); }
+#endif
 
-inline Ints larger(Ints a, Ints b) {  // neither is below 0
+template <class Integers>
+inline Integers larger_of(Integers a, Integers b) {  // neither is below 0
 #if KAGARI_ISA > 0
-  typedef decltype(WIDE(set1_epi32)(0)) Part;
-  union { Ints whole; Part part[REGISTERS]; } x{a}, y{b};
-  for (int i = 0; i < REGISTERS; i++) x.part[i] = WIDE(max_epi32)(x.part[i], y.part[i]);
+  constexpr int parts = sizeof a / sizeof(Register);
+  union { Integers whole; decltype(WIDE(set1_epi32)(0)) part[parts]; } x{a}, y{b};
+  for (int i = 0; i < parts; i++) x.part[i] = WIDE(max_epi32)(x.part[i], y.part[i]);
   return x.whole;
 #else
   return a - ((a - b) & ((a - b) >> 31));
@@ -205,8 +232,8 @@ void count_planes(Ints high, Ints low, int32_t* to) {
 int32_t largest_bits(const float* x, int64_t count) {  // of its sizes; count: a multiple of 32
   Ints largest = {};
   for (int64_t at = 0; at < count; at += 16)
-    largest = larger(largest, reinterpret_cast<Ints>(load(x + at)) & 0x7fffffff);
-  return fold(largest, [](Ints a, Ints b) { return larger(a, b); });
+    largest = larger_of(largest, reinterpret_cast<Ints>(load(x + at)) & 0x7fffffff);
+  return fold(largest, [](auto a, auto b) { return larger_of(a, b); });
 }
 
 // Blocks of 32 share a scale, or the whole row does: largest / 32512 of 16-bit integers split in two
@@ -232,17 +259,16 @@ void quantize_row(const float* x, const Quants& quants, int64_t row, int64_t row
       if (HAS_WORDS && to.low) {
         *reinterpret_cast<SixteenWords*>((half ? to.low : to.high) + first) = as_words(value);
       } else {
-        *reinterpret_cast<Sixteen*>(to.high + first + half * 16) =
-            __builtin_convertvector(high, Sixteen);
+        *reinterpret_cast<Sixteen*>(to.high + first + half * 16) = as_bytes(high);
         if (to.low)
-          *reinterpret_cast<Sixteen*>(to.low + first + half * 16) =
-              __builtin_convertvector(value - (high << 8), Sixteen);
+          *reinterpret_cast<Sixteen*>(to.low + first + half * 16) = as_bytes(value - (high << 8));
       }
       values[half] = value, highs += high;
     }
 #if KAGARI_ISA >= 4
     if (to.counts) count_planes(highs, values[0] + values[1] - (highs << 8), to.counts + first / 8);
 #endif
+#if KAGARI_ISA >= 2
     Ints sums = __builtin_shufflevector(values[0], values[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19,
                                         20, 21, 22, 23) +
                 __builtin_shufflevector(values[0], values[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25,
@@ -250,10 +276,13 @@ void quantize_row(const float* x, const Quants& quants, int64_t row, int64_t row
     const std::make_integer_sequence<int, 16> all;
     sums += exchange<4>(sums, all);
     sums += exchange<2>(sums, all);
-    const int32_t second = sums[8] + sums[9];
+    const int32_t both[2] = {sums[0] + sums[1], sums[8] + sums[9]};
+#else
+    const int32_t both[2] = {sum(values[0]), sum(values[1])};
+#endif
     to.scales[first / 32] = scale;
-    to.sums[first / 16] = (sums[0] + sums[1] + second) * scale;
-    to.sums[first / 16 + 1] = second * scale;
+    to.sums[first / 16] = (both[0] + both[1]) * scale;
+    to.sums[first / 16 + 1] = both[1] * scale;
   }
 }
 
