@@ -356,7 +356,8 @@ struct Runs {  // of two tiles, from their block `first` on
 
 // Rewrites runs so that many rows unpack them once, numbers as fp32; 8-bit quants, which are
 // stored + 128, get minima that make up for it. The second of two minima becomes a difference.
-void widen(const Packed& weight, const uint8_t* run, int blocks, Form form, uint8_t* to, int64_t step) {
+void widen(const Packed& weight, const uint8_t* run, int blocks, Form form, uint8_t* to,
+           int64_t step) {
   const Packed from = weight;  // what is written cannot change it
   const int scales = 32 / from.block * REGISTERS, size = from.wide ? 64 : 32;
   for (int b = 0; b < blocks; b++, run += run_bytes(from), to += step) {
@@ -396,7 +397,7 @@ struct Sums {  // [rows][32] floats of two tiles
 };
 
 #if KAGARI_ISA < 2
-constexpr bool IS_QUICK = KAGARI_ISA == 1;  // by bytes where quants have 4 bits
+constexpr bool IS_QUICK = KAGARI_ISA == 1;  // one plane is multiplied as bytes by 4-bit quants
 
 inline Words quick_dot(Words sum, LaneInts weights, LaneInts by) {  // a block's fit into words
 #if KAGARI_ISA == 1
@@ -411,7 +412,7 @@ constexpr bool IS_QUICK = false;
 
 // Adds to sums[r] the products of row + r with the runs of that tile, or of both tiles. Meanwhile
 // `fetch` bytes of the next runs come for each block. A block's integers are summed exactly; what
-// is known at compile time (Parts: a block's scales; Quick: see there) keeps all in registers.
+// is known at compile time (Parts: a block's scales; Quick: see IS_QUICK) keeps all in registers.
 template <int Rows, Form By, int Parts, bool Quick>
 __attribute__((noinline))  // alone it gets the registers it needs
 void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64_t row, Sums to) {
@@ -438,7 +439,7 @@ void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64
       return By == NIBBLES ? (both >> (i / 4 * 4)) & 0x0f0f0f0f : both;
     };
 #if KAGARI_ISA < 2
-    const int8_t* halves[2] = {high + b * 32, low + b * 32};  // words of 16 inputs of each row
+    const int8_t* halves[2] = {high + b * 32, (low ? low : high) + b * 32};  // words of 16 inputs
     int64_t stride = width;
     SixteenWords widened[Rows][2];
     if (!low && !Quick) {
@@ -485,8 +486,9 @@ void multiply(const Runs& from, int64_t fetch, int tile, const Quants& in, int64
         for (int side = 0; side < 2; side++) {
           __asm__ volatile("" ::: "memory");
           EACH_VECTOR({
-            const Words* const words = reinterpret_cast<const Words*>(at[0] + 128 * i + 64 * side);
-            const Words weights = By == WORDS ? words[v] : side ? odd(quads(i, v)) : even(quads(i, v));
+            const uint8_t* const words = at[0] + 128 * i + 64 * side;
+            const Words weights = By == WORDS ? reinterpret_cast<const Words*>(words)[v]
+                                  : side ? odd(quads(i, v)) : even(quads(i, v));
             const int8_t* const by = halves[i / 4] + r * stride + i % 4 * 8 + side * 4;
             dots[r][v] = dot(dots[r][v], weights, (Words)all_four(by));
           });
@@ -543,7 +545,8 @@ void multiply_rows(const Runs& runs, int64_t fetch, bool is_quick, const Quants&
 void multiply_pair(const Gemm& gemm, int64_t pair, int64_t next, int64_t row, int count) {
   const Packed& weight = *gemm.weight;
   const int64_t blocks = weight.k / 32, bytes = run_bytes(weight), tile = pair * 2;
-  const bool widens = count > DIRECT_ROWS, is_quick = IS_QUICK && !gemm.in->low && weight.bits == 4;
+  const bool widens = count > DIRECT_ROWS;
+  const bool is_quick = IS_QUICK && !gemm.in->low && weight.bits == 4;
   const int64_t column = tile * 16, left = gemm.columns - column, columns = left < 32 ? left : 32;
   float bias[32] = {};
   if (gemm.bias) memcpy(bias, gemm.bias + column, columns * sizeof(float));
