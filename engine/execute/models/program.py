@@ -157,7 +157,8 @@ class Program:
         config = self._config = checkpoint.config
         self._checkpoint, self._wiring, self._tables = checkpoint, wiring, tables
         self._torch, self._calls = attention, calls
-        self._dtype, self._is_fast = dtype, is_fast
+        is_fast = is_fast and library.isa != "scalar"  # which has no product of bytes
+        self._dtype = dtype
         self._packer = packer
         self._tiles: dict[tuple[object, ...], RowTiles] = {}
         self.kept: list[object] = []  # what ops point to; not the checkpoint and its vocabulary
