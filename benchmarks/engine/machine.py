@@ -52,9 +52,11 @@ def measure_machine(read_bytes: int) -> Machine:
 
     operations = 2 * SIDE**3
     floats = operations / min(best(lambda: single @ single), best(lambda: half @ half))
-    integers = operations / best(lambda: torch._int_mm(whole, whole))
-    if integers < floats:  # torch has no kernel for them here, but AVX2 multiplies 32 bytes at once
+    integers = operations / timed(lambda: torch._int_mm(whole, whole))
+    if integers < floats / 4:  # torch has no kernel for them here; AVX2 multiplies 32 bytes at once
         integers = floats * BYTES_A_FLOAT
+    else:
+        integers = max(integers, operations / best(lambda: torch._int_mm(whole, whole)))
     return Machine(
         bytes_per_s=block.numel() * 4 / best(block.sum),
         int8_per_s=integers,

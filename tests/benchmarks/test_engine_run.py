@@ -22,7 +22,7 @@ def rows_of(model: Path, out: Path, *options: str) -> dict[str, dict[str, object
         env={**os.environ, "PYTHONPATH": str(ROOT), "PEERS": str(out.parent / "none")},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
