@@ -53,7 +53,7 @@ def measure_machine(read_bytes: int) -> Machine:
     operations = 2 * SIDE**3
     floats = operations / min(best(lambda: single @ single), best(lambda: half @ half))
     integers = operations / timed(lambda: torch._int_mm(whole, whole))
-    if integers < floats / 4:  # torch has no kernel for them here; AVX2 multiplies 32 bytes at once
+    if integers < floats / BYTES_A_FLOAT:  # torch has no kernel for them; AVX2 multiplies bytes too
         integers = floats * BYTES_A_FLOAT
     else:
         integers = max(integers, operations / best(lambda: torch._int_mm(whole, whole)))

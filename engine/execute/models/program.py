@@ -93,10 +93,11 @@ class Activations:
         self._scales[:rows] = torch.where(is_sane, largest / limit, torch.nan).squeeze(-1)
         values = torch.where(is_sane, blocks * factor, 0).round_().to(torch.int32)
         high = (values + 128) >> 8 if has_low else values
-        planes = torch.stack((high, values - (high << 8)))
         if has_low and self._has_words:
             words = values.to(torch.int16).view(-1, 2, 4, 4)[..., [0, 2, 1, 3]]
             planes = words.contiguous().view(torch.int8).view(-1, 2, 32).transpose(0, 1)
+        else:
+            planes = torch.stack((high, values - (high << 8)))
         of_rows = self._planes[: 1 + has_low, :rows]
         of_rows[:] = planes[: 1 + has_low].reshape(of_rows.shape)
         sums = values.view(rows, -1, 2, 16).sum(-1)

@@ -32,14 +32,18 @@ def relayed(tmp_path: Path) -> Callable[..., Any]:
         config = msgspec.structs.replace(QUICK, upstreams=configs, **sections)
         with start_gateway(tmp_path / "home", config, nodes=0) as gateway:
             needed = len(upstreams) if serving is None else serving
-            deadline = time.monotonic() + 20
-            while len(gateway.call(lambda: _serving(gateway))) < needed:
-                assert time.monotonic() < deadline, "the upstreams are not up"
-                time.sleep(0.01)
+            until(lambda: len(gateway.call(lambda: _serving(gateway))) >= needed)
             yield gateway
             gateway.wait_settled()
 
     return start
+
+
+def until(is_so: Callable[[], object], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def _serving(gateway: RunningGateway) -> set[str]:

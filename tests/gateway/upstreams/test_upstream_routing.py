@@ -16,6 +16,7 @@ import pytest
 import zmq
 
 from tests.gateway.api.scripted_node import TEMPLATE, TOKENIZER
+from tests.gateway.upstreams.conftest import until
 from tests.gateway.upstreams.scripted_upstream import (
     Exchange,
     chunk,
@@ -202,10 +203,3 @@ def test_page_events_over_zmq_say_exactly_where_a_prompt_is(relayed, folder) -> 
     finally:
         for publisher in publishers:
             publisher.close()
-
-
-def until(is_so: Any, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import asdict
 
 import httpx
@@ -11,6 +10,7 @@ from typer.testing import CliRunner
 
 from gateway.cli.doctor import check_upstreams
 from gateway.cli.main import app
+from tests.gateway.upstreams.conftest import until
 from tests.gateway.upstreams.scripted_upstream import Exchange, start_upstream
 
 
@@ -22,10 +22,7 @@ def test_operators_see_every_server_and_what_is_wrong_with_it(relayed) -> None:
             {"url": good.url, "name": "good"}, {"url": bad.url, "name": "bad"}, serving=1
         ) as gateway,
     ):
-        deadline = time.monotonic() + 10
-        while not gateway.services.upstreams.servers[1].problem:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: gateway.services.upstreams.servers[1].problem)
         home = gateway.services.home
         answer = httpx.get(
             gateway.addresses.admin_url + "/admin/v1/upstreams",
