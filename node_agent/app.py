@@ -282,13 +282,11 @@ async def run_until_stopped(
                     engine.kill()
             for task in owned:
                 task.cancel()
-    except* NodeError as group:
-        raise _first(group) from None
-
-
-def _first(group: BaseExceptionGroup[NodeError]) -> NodeError:
-    found = group.exceptions[0]
-    return found if isinstance(found, NodeError) else _first(found)
+    # Before Python 3.11.4 `except*` wraps what is raised in it in a group of one.
+    except BaseExceptionGroup as group:
+        if group.split(NodeError)[1] is not None:
+            raise
+        raise group.exceptions[0] from None
 
 
 async def _each_second(node: Node) -> None:

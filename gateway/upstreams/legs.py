@@ -134,8 +134,11 @@ class Attempt:
                 self.is_answered = True
                 await asyncio.wait((prefill,), timeout=PREFILL_USAGE_S)
                 prefill.cancel()
-        except* UpstreamFault as faults:
-            raise _first(faults) from None
+        # Before Python 3.11.4 `except*` wraps what is raised in it in a group of one.
+        except BaseExceptionGroup as group:
+            if group.split(UpstreamFault)[1] is not None:
+                raise
+            raise group.exceptions[0] from None
 
     async def _prefill_leg(self, members: Members) -> None:
         """What it answers is a token that the decode server tells too; its usage counts."""
@@ -251,9 +254,3 @@ def _status_of(data: bytes) -> int:
 def _usage_of(members: Members) -> Told | None:
     usage = members.get("usage")
     return None if usage is None else read_usage(msgspec.json.decode(usage))
-
-
-def _first(faults: BaseExceptionGroup[UpstreamFault]) -> UpstreamFault:
-    """Of a group's: the legs' own faults come one after the other."""
-    first = faults.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
