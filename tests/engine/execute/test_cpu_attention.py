@@ -110,21 +110,25 @@ def attend(
     shape: Shape,
     spans: Sequence[tuple[Tokens, int, int]],
     *,
+    shared: Sequence[tuple[int, int]] = (),
     scratch_floats: int | None = None,
     quants: library.Quants | None = None,
     is_wanted: bool = True,
 ) -> Tensor:
     """One step over (sequence, start, rows) → [all rows, heads, dim]. Pages are scattered; what no
-    row may see is NaN, and so is a page that tables name beyond the visible keys."""
+    row may see is NaN, and so is a page that tables name beyond the visible keys. `shared`: of each
+    span, the span whose first pages it has too, and how many."""
     size = shape.page_size
     tables = [-(-(start + rows) // size) for _, start, rows in spans]
     scattered = torch.randperm(sum(tables) + 1, generator=torch.Generator().manual_seed(9))
     arena = poisoned(shape, sum(tables) + 1)
     pages, places, first_row = [], [], 0
-    for (sequence, start, rows), count in zip(spans, tables, strict=True):
+    for span, ((sequence, start, rows), count) in enumerate(zip(spans, tables, strict=True)):
         places.append(library.Span(first_row, rows, start, len(pages)))
         first_row += rows
-        own = scattered[:count].tolist()
+        of, num_shared = shared[span] if shared else (span, 0)
+        known = places[of].first_page
+        own = pages[known : known + num_shared] + scattered[num_shared:count].tolist()
         scattered = scattered[count:]
         seen = max(0, start - shape.window + 1) if shape.window else 0
         for index, page in enumerate(own):
@@ -238,6 +242,64 @@ def test_rows_do_not_depend_on_company(
         expected = whole[::7] if way == "one by one" else whole
         assert torch.equal(found.view(torch.int32), expected.view(torch.int32)), way
     assert torch.equal(torch.cat(unsplit), whole[::7])
+
+
+PREFIXES = [  # of each sequence: the one it begins like, tokens of that, tokens in all
+    (0, 0, 1700), (0, 1300, 1301), (0, 1300, 1500), (0, 512, 900), (3, 640, 1537), (0, 512, 513),
+    (0, 128, 300), (7, 0, 2000), (7, 1024, 1025), (7, 1024, 1281), (10, 0, 40), (0, 1664, 1701),
+]  # fmt: skip
+
+
+def sharing_sequences(shape: Shape, prefixes: Sequence[tuple[int, int, int]]) -> list[Tokens]:
+    """Sequences of (tokens as another's, its own after them)."""
+    made: list[Tokens] = []
+    for seed, (of, num_shared, tokens) in enumerate(prefixes):
+        own = random_sequence(shape, tokens, seed=seed)
+        first = made[of] if num_shared else own
+        cut = num_shared
+        made.append(
+            Tokens(
+                torch.cat([first.keys[:cut], own.keys[cut:]]),
+                torch.cat([first.values[:cut], own.values[cut:]]),
+                tuple(
+                    torch.cat([a[:, :cut], b[:, cut:]], 1)
+                    for a, b in zip(first.stored, own.stored, strict=True)
+                ),
+                own.queries,
+            )
+        )
+    return made
+
+
+@pytest.mark.parametrize("precision", library.PRECISIONS)
+@pytest.mark.parametrize(
+    "sizes", [(3, 3, 16, 16), (9, 3, 64, 64), (7, 1, 48, 128), (4, 2, 128, 512), (40, 2, 64, 64)]
+)
+def test_rows_do_not_depend_on_who_shares_their_pages(
+    isa: str, sizes: tuple[int, int, int, int], precision: str
+) -> None:
+    """A tree of prefixes, its sequences in any order, beside a chunk: the bits of each alone."""
+    shape = Shape(*sizes, precision=precision)
+    sequences = sharing_sequences(shape, PREFIXES)
+    known = [0, 7, 3]  # whose pages others have; 3 has some of 0's
+    others = sorted(set(range(len(PREFIXES))) - set(known))
+    order = known + numpy.random.default_rng(1).permutation(others).tolist()
+    places = {index: place for place, index in enumerate(order)}
+    spans = [(sequences[i], PREFIXES[i][2] - 1, 1) for i in order]
+    shared = [(places[PREFIXES[i][0]], PREFIXES[i][1] // shape.page_size) for i in order]
+    assert all(of <= place for place, (of, _) in enumerate(shared)), "a place is known before use"
+    chunk = (random_sequence(shape, 700, seed=99), 500, 150)
+    for threads in (1, 2):
+        kernels = library.load(isa=isa, threads=threads)
+        assert kernels is not None
+        alone = torch.cat([attend(kernels, shape, [span]) for span in spans])
+        together = attend(kernels, shape, spans, shared=shared)
+        assert torch.equal(together.view(torch.int32), alone.view(torch.int32))
+        mixed = attend(kernels, shape, [*spans, chunk], shared=[*shared, (len(spans), 0)])
+        assert torch.equal(mixed[:-150].view(torch.int32), alone.view(torch.int32))
+        cramped = attend(kernels, shape, spans, shared=shared, scratch_floats=0)
+        assert torch.equal(cramped.view(torch.int32), alone.view(torch.int32))
+        kernels.close()
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

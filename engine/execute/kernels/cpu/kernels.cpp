@@ -286,6 +286,14 @@ void quantize_row(const float* x, const Quants& quants, int64_t row, int64_t row
   }
 }
 
+template <class Sum>
+inline Sum in_order(Sum sum) {  // else compilers reorder sums, for which registers lack then
+#if KAGARI_ISA < 2
+  __asm__("" : "+x"(sum));
+#endif
+  return sum;
+}
+
 // A tile is 16 outputs: in one register or several, as the instruction set has them.
 
 inline LaneInts all_four(const int8_t* at) {
@@ -314,11 +322,6 @@ inline LaneInts dot(LaneInts sum, LaneInts weights, LaneInts by) {  // four prod
 }
 #else
 typedef decltype(WIDE(set1_epi32)(0)) Words;  // two in a lane
-template <class Sum>
-inline Sum in_order(Sum sum) {  // compilers would make trees of sums, for which registers lack
-  __asm__("" : "+x"(sum));
-  return sum;
-}
 inline LaneInts dot(LaneInts sum, Words weights, Words by) {  // two products in each lane
   return in_order(sum + (LaneInts)WIDE(madd_epi16)(weights, by));
 }
@@ -940,6 +943,12 @@ void run_best(const void* args, const Step* step) {
 // Gimelshein, 2018) over the tiles of an absolute stretch; stretches are then merged in ascending
 // order (Dao et al., 2023: "split KV"). So a row's bits do not depend on what it is computed with.
 
+#if KAGARI_ISA < 2
+#define ALONE __attribute__((noinline))  // a function alone gets the registers it needs
+#else
+#define ALONE inline
+#endif
+
 constexpr int TILE_ROWS = 6, TILE_COLUMNS = KAGARI_ISA >= 2 ? 4 : 2;    // registers that sum
 constexpr int MAX_DIM = 256, BLOCK_ROWS = 96, PIECES_PER_THREAD = 4;
 constexpr float FLOOR = -1e30f;     // below any score
@@ -1072,9 +1081,8 @@ inline Lanes term_of(LaneInts dword, int which, Code code) {
 // c [rows][columns] = c × scales (0 if null) + a [rows][depth] · b [depth][columns], ascending;
 // depth counts terms. Page elements that are to become pairs have two rows a term.
 template <int ROWS, int COLUMNS, class Element>
-inline void multiply_tile(const float* a, int64_t a_stride, const Element* b, int64_t b_stride,
-                          float* c, int64_t c_stride, const float* scales, int depth,
-                          Ahead ahead) {
+ALONE void multiply_tile(const float* a, int64_t a_stride, const Element* b, int64_t b_stride,
+                         float* c, int64_t c_stride, const float* scales, int depth, Ahead ahead) {
   constexpr int STEP = sizeof(Element) < 4 ? TERM<Element> : 1;
   Lanes sums[ROWS][COLUMNS] = {};
   if (scales)
@@ -1086,16 +1094,30 @@ inline void multiply_tile(const float* a, int64_t a_stride, const Element* b, in
   for (int d = 0; d < depth; d++, b += STEP * b_stride) {
     for (int i = 0; sizeof(Element) < 4 && i < STEP; i++)
       ahead.fetch((d * STEP + i) * COLUMNS * LANES * (int)sizeof(Element) / 2);
-    Lanes column[COLUMNS];
+    const auto column = [&](int j) { return terms(b + j * LANES, b + j * LANES + b_stride); };
+    const auto value = [&](int r) { return spread(a[r * a_stride + d]); };
+    if constexpr (ROWS < COLUMNS) {  // the fewer are held by registers meanwhile
+      Lanes values[ROWS];
 #pragma GCC unroll 8
-    for (int j = 0; j < COLUMNS; j++)
-      column[j] = terms(b + j * LANES, b + j * LANES + b_stride);
+      for (int r = 0; r < ROWS; r++) values[r] = value(r);
 #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++) {
-      Lanes value = spread(a[r * a_stride + d]);
+      for (int j = 0; j < COLUMNS; j++) {
+        const Lanes by = column(j);
 #pragma GCC unroll 8
-      for (int j = 0; j < COLUMNS; j++)
-        sums[r][j] = add_products<Element>(value, column[j], sums[r][j]);
+        for (int r = 0; r < ROWS; r++)
+          sums[r][j] = in_order(add_products<Element>(values[r], by, sums[r][j]));
+      }
+    } else {
+      Lanes columns[COLUMNS];
+#pragma GCC unroll 8
+      for (int j = 0; j < COLUMNS; j++) columns[j] = column(j);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++) {
+        const Lanes by = value(r);
+#pragma GCC unroll 8
+        for (int j = 0; j < COLUMNS; j++)
+          sums[r][j] = add_products<Element>(by, columns[j], sums[r][j]);
+      }
     }
   }
 #pragma GCC unroll 8
@@ -1114,10 +1136,11 @@ void multiply(int rows, const float* a, int64_t a_stride, const Element* b, int 
     return;
   }
   const int lines = depth * TERM<Element> * sizeof(Element) / 2;  // bytes ahead of a column of b
+  constexpr int COLUMNS = ROWS <= 3 ? 4 : TILE_COLUMNS;  // registers that sum
   int at = 0;
-  for (; at + TILE_COLUMNS * LANES <= columns; at += TILE_COLUMNS * LANES)
-    multiply_tile<ROWS, TILE_COLUMNS>(a, a_stride, b + at, columns, c + at, c_stride, scales, depth,
-                                      ahead.from(lines * at));
+  for (; at + COLUMNS * LANES <= columns; at += COLUMNS * LANES)
+    multiply_tile<ROWS, COLUMNS>(a, a_stride, b + at, columns, c + at, c_stride, scales, depth,
+                                 ahead.from(lines * at));
   for (; at < columns; at += LANES)
     multiply_tile<ROWS, 1>(a, a_stride, b + at, columns, c + at, c_stride, scales, depth,
                            ahead.from(lines * at));
@@ -1299,33 +1322,49 @@ inline Turned turn_rows(const int32_t* rows, int dwords, int first) {
            (LaneInts)WIDE(unpacklo_epi64)(b, d), (LaneInts)WIDE(unpackhi_epi64)(b, d)}};
 }
 
-// Scores of LANES keys [dim] for a few queries [dim]: what `multiply` gives, but no copy of keys.
+// Scores of a run's keys for a few queries [dim]: what `multiply` gives, but no copy of keys. Three
+// sums at a time would wait for each other.
 template <int ROWS, class Element>
-void score_keys(int rows, const float* queries, const int32_t* keys, int dwords, float* scores,
-                Ahead ahead) {
+ALONE void score_keys(int rows, const float* queries, const int32_t* keys, int dwords,
+                      float* scores, Ahead ahead) {
   if (rows < ROWS) {
     if constexpr (ROWS > 1)
       score_keys<ROWS - 1, Element>(rows, queries, keys, dwords, scores, ahead);
     return;
   }
-  Lanes sums[ROWS] = {};
-  for (int first = 0; first < dwords; first += 4) {
-    for (int i = 0; i < 8 * LANES; i += 64) ahead.fetch(2 * first * LANES + i);
-    const Turned turned = turn_rows(keys, dwords, first);
+  constexpr int GROUPS = LANES < 16 && ROWS < 4 ? 2 : 1;
+  for (int at = 0; at < 16; at += GROUPS * LANES) {
+    Lanes sums[ROWS][GROUPS] = {};
+    for (int first = 0; first < dwords; first += 4) {
+      for (int i = 0; i < 8 * GROUPS * LANES; i += 64)
+        ahead.fetch(2 * at * dwords + 2 * first * GROUPS * LANES + i);
+      Turned turned[GROUPS];
+#pragma GCC unroll 2
+      for (int g = 0; g < GROUPS; g++)
+        turned[g] = turn_rows(keys + (at + g * LANES) * dwords, dwords, first);
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
+      for (int i = 0; i < 4; i++) {
 #pragma GCC unroll 4
-      for (int j = 0; j < SPLIT<Element>; j++) {
-        const Lanes column = term_of(turned.dword[i], j, Element{});
-        const float* query = queries + (first + i) * SPLIT<Element> + j;
+        for (int j = 0; j < SPLIT<Element>; j++) {
+          Lanes column[GROUPS];
+#pragma GCC unroll 2
+          for (int g = 0; g < GROUPS; g++)
+            column[g] = term_of(turned[g].dword[i], j, Element{});
+          const float* query = queries + (first + i) * SPLIT<Element> + j;
 #pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++, query += SPLIT<Element> * dwords)
-          sums[r] = add_products<Element>(spread(*query), column, sums[r]);
+          for (int r = 0; r < ROWS; r++, query += SPLIT<Element> * dwords) {
+            const Lanes value = spread(*query);
+#pragma GCC unroll 2
+            for (int g = 0; g < GROUPS; g++)
+              sums[r][g] = in_order(add_products<Element>(value, column[g], sums[r][g]));
+          }
+        }
       }
     }
-  }
 #pragma GCC unroll 8
-  for (int r = 0; r < ROWS; r++) lanes(scores + r * KEY_TILE) = sums[r];
+    for (int r = 0; r < ROWS; r++)
+      for (int g = 0; g < GROUPS; g++) lanes(scores + r * KEY_TILE + at + g * LANES) = sums[r][g];
+  }
 }
 
 inline Run find_run(const Arena& arena, const int32_t* pages, int kv_head, int key, int first,
@@ -1434,12 +1473,14 @@ inline int first_seen(int window, int position) {  // the first key that a token
 
 struct Block {  // consecutive tokens of a span
   const Span* span;
-  float* states;  // [kv head][stretch][row] if its stretches are several threads' work, else null
+  float* states;  // [kv head][stretch][row] if its stretches are several work items', else null
   int32_t first_token, tokens, first_stretch, num_stretches;
-  int32_t left;   // work items not done
+  int32_t first_own;  // stretch: those before are computed with other blocks'
+  int32_t left;       // work items not done
 };
 
-struct Piece { int32_t block, first_key, last_key; };  // of whole stretches; × kv heads: work items
+// Whole stretches, of a block or of several that read the same pages there; × kv heads: work items.
+struct Piece { int32_t first_block, num_blocks, first_key, last_key; };
 
 void write_state(const Attend& attend, float* out, const Block& block, int kv_head, int row,
                  const float* state) {
@@ -1450,7 +1491,7 @@ void write_state(const Attend& attend, float* out, const Block& block, int kv_he
     lanes(to + d) = lanes(state + d) / state[dim + 1] + 0.0f;
 }
 
-struct Rows {  // what a work item attends with: the block's rows of one kv head
+struct Rows {  // what a work item attends with: its blocks' rows of one kv head
   int dim, group, count, start, window;  // start: the first token's position
 };
 
@@ -1682,10 +1723,8 @@ void attend_few(const Rows& of, int tile, const Run* runs, const Ahead* ahead, W
       continue;
     }
     const Element* keys = whole<Element>(runs[g], runs[g].keys, dim, work.copy[0]);
-    for (int i = 0; i < 16; i += LANES)
-      score_keys<TILE_ROWS, Element>(
-          of.count, work.queries, reinterpret_cast<const int32_t*>(keys + i * dim), dwords,
-          work.scores + 16 * g + i, ahead[g].from(2 * i * dwords));
+    score_keys<TILE_ROWS, Element>(of.count, work.queries, reinterpret_cast<const int32_t*>(keys),
+                                   dwords, work.scores + 16 * g, ahead[g]);
   }
   if (IS_CODE<Element>) load_scales(runs, work);
   float scales[2][TILE_ROWS] = {{}, {1, 1, 1, 1, 1, 1}};  // of the first run of values, of others
@@ -1712,14 +1751,16 @@ void find_tile(const Attend& attend, const Step& step, const Block& block, const
 // A work item on pages of such elements. `after`: the first tile of this thread's next one, empty
 // runs if it is not known.
 template <class Element>
-void attend_piece(const Attend& attend, const Step& step, float* out, const Block& block,
+void attend_piece(const Attend& attend, const Step& step, float* out, const Block* blocks,
                   const Piece& piece, int kv_head, const Run* after) {
   Workspace& work = workspace;
+  const Block& block = blocks[0];
   const int dim = attend.arena.dim, width = dim + 16;
   const int group = attend.heads / attend.arena.kv_heads;
-  const Rows of = {dim, group, block.tokens * group, block.span->start + block.first_token,
-                   attend.window};
-  const int64_t token = block.span->first_row + block.first_token;
+  const int block_rows = block.tokens * group;
+  // Several blocks see all of these keys.
+  const int start = piece.num_blocks > 1 ? piece.last_key : block.span->start + block.first_token;
+  const Rows of = {dim, group, piece.num_blocks * block_rows, start, attend.window};
 #if KAGARI_ISA >= 4
   // Rows of an odd count of 16 dims do not fill a tile's.
   const bool is_few = TILED<Element> ? of.count <= 16 && dim % 32 == 0 : of.count <= TILE_ROWS;
@@ -1728,8 +1769,10 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
 #else
   const bool is_few = of.count <= TILE_ROWS;
 #endif
-  for (int t = 0; t < block.tokens; t++) {
-    const float* from = attend.queries + ((token + t) * attend.heads + kv_head * group) * dim;
+  for (int t = 0; t < piece.num_blocks * block.tokens; t++) {
+    const Block& its = blocks[t / block.tokens];
+    const int64_t token = its.span->first_row + its.first_token + t % block.tokens;
+    const float* from = attend.queries + (token * attend.heads + kv_head * group) * dim;
     float* const to = work.queries + t * group * dim / TERM<Element>;
     for (int i = 0; i < group * dim; i += LANES)  // × log2 e: the softmax is of powers of two
       put<Element>(to, i, lanes(from + i) * 1.44269504f);
@@ -1772,10 +1815,10 @@ void attend_piece(const Attend& attend, const Step& step, float* out, const Bloc
       for (int i = 0; i < LANES; i++) state[dim + 1] += work.weights[r * LANES + i];
       if (!block.states) merge_state(work.merged + r * width, state, dim);
     }
-    if (block.states)
-      memcpy(block.states + of.count * width * ((int64_t)kv_head * block.num_stretches +
-                                                 tile / TILES - block.first_stretch),
-             work.stretch, 4 * of.count * width);
+    const int size = block_rows * width, stretch = tile / TILES - block.first_stretch;
+    for (int b = 0; block.states && b < piece.num_blocks; b++)
+      memcpy(blocks[b].states + size * ((int64_t)kv_head * blocks[b].num_stretches + stretch),
+             work.stretch + b * size, 4 * size);
   }
   if (!block.states)
     for (int r = 0; r < of.count; r++)
@@ -1800,53 +1843,127 @@ void finish_block(const Attend& attend, float* out, const Block& block, int64_t 
       quantize_row(out + i * attend.heads * dim, *attend.quants, i, all_rows);
 }
 
+struct Work {  // a step's, as it is parted
+  const Attend& attend;
+  const Step& step;
+  float *free_states, *end;  // of the scratch
+  Block* blocks;             // at most one a row
+  Piece* pieces;             // at most two a row
+  int num_blocks = 0, num_pieces = 0;
+
+  int group() const { return attend.heads / attend.arena.kv_heads; }
+  int most_tokens() const { return group() < BLOCK_ROWS ? BLOCK_ROWS / group() : 1; }  // of a piece
+
+  void add_blocks(const Span& span) {
+    int first = (span.num_rows - 1) / most_tokens() * most_tokens(), after = span.num_rows;
+    for (; first >= 0; after = first, first -= most_tokens()) {  // the longest work first
+      const int stretch = first_seen(attend.window, span.start + first) / KEY_STRETCH;
+      const int last_stretch = (span.start + after - 1) / KEY_STRETCH;
+      blocks[num_blocks++] = {&span, nullptr, first, after - first, stretch,
+                              last_stretch - stretch + 1, stretch, 0};
+    }
+  }
+
+  int64_t states_of(const Block& block) const {  // floats
+    return (int64_t)attend.arena.kv_heads * block.num_stretches * block.tokens * group() *
+           (attend.arena.dim + 16);
+  }
+
+  bool have_states(int first, int after) {  // blocks that have none get them if there is room
+    int64_t floats = 0;
+    for (int b = first; b < after; b++) floats += blocks[b].states ? 0 : states_of(blocks[b]);
+    if (floats > end - free_states) return false;
+    for (int b = first; b < after; b++)
+      if (!blocks[b].states) {
+        blocks[b].states = free_states;
+        free_states += states_of(blocks[b]);
+      }
+    return true;
+  }
+
+  bool read_same(const Block& a, const Block& b, int stretch) const {  // all of it
+    const int after = (stretch + 1) * KEY_STRETCH, size = attend.arena.page_size;
+    if (a.span->start < after || b.span->start < after) return false;
+    const int first = after - KEY_STRETCH, last = (after - 1) / size;
+    const int32_t *const of_a = step.pages + a.span->first_page,
+                  *const of_b = step.pages + b.span->first_page;
+    for (int page = first / size; page <= last; page++)
+      if (of_a[page] != of_b[page]) return false;
+    return true;
+  }
+
+  void add_piece(int first, int blocks, int stretch, int after_stretch) {
+    pieces[num_pieces++] = {first, blocks, stretch * KEY_STRETCH, after_stretch * KEY_STRETCH - 1};
+  }
+
+  // Of blocks of a row each that read the same before a stretch: pieces of what several read the
+  // same from there on, as a trie has their prefixes (Juravsky et al., 2024: "Hydragen", with a
+  // tree of shared prefixes). Moves blocks only within the range, so that its pieces stay true.
+  void share(int first, int after, int stretch) {
+    for (int same; first < after; first = same) {
+      same = first + 1;
+      for (int b = same; b < after; b++)
+        if (read_same(blocks[first], blocks[b], stretch)) std::swap(blocks[b], blocks[same++]);
+      const int most = most_tokens(), count = (same - first + most - 1) / most;
+      if (same == first + 1 || num_pieces + count > step.rows || !have_states(first, same)) continue;
+      int last = stretch;
+      for (int b = first; b == first || b == same; last++)
+        for (b = first + 1; b < same && read_same(blocks[first], blocks[b], last + 1);) b++;
+      for (int b = first; b < same; b++) blocks[b].first_own = last;
+      for (int b = first; b < same; b += most)
+        add_piece(b, same - b < most ? same - b : most, stretch, last);
+      share(first, same, last);
+    }
+  }
+
+  int64_t cost(const Piece& piece) const {  // rows, and what loading a tile takes: of one kv head
+    const int rows = piece.num_blocks * blocks[piece.first_block].tokens * group();
+    return (int64_t)(rows + 24) * (piece.last_key + 1 - piece.first_key) / KEY_STRETCH;
+  }
+};
+
 void run_attend(const void* args, const Step* step) {
   const Attend& attend = *static_cast<const Attend*>(args);
-  const int kv_heads = attend.arena.kv_heads, group = attend.heads / kv_heads;
-  const int block_tokens = group < BLOCK_ROWS ? BLOCK_ROWS / group : 1;
-  Block* const blocks = reinterpret_cast<Block*>(attend.scratch);  // at most one a row
-  Piece* const pieces = reinterpret_cast<Piece*>(blocks + step->rows);
-  static_assert(sizeof(Block) + 2 * sizeof(Piece) <= 128 && 8 * sizeof(Piece) <= 128);
+  const int kv_heads = attend.arena.kv_heads;
+  Block* const blocks = reinterpret_cast<Block*>(attend.scratch);
+  Piece* const wholes = reinterpret_cast<Piece*>(blocks + step->rows);
+  Piece* const pieces = wholes + 2 * step->rows;  // at most as many, and eight a thread
+  static_assert(sizeof(Block) + 4 * sizeof(Piece) <= 128 && 8 * sizeof(Piece) <= 128);
   float* states = attend.scratch + attention_tables(step->rows, attend.threads);
-  float* const end = attend.scratch + attend.scratch_floats;
   float* out = attend.out;
   if (!out) {
     out = states;
     states += (int64_t)step->rows * attend.heads * attend.arena.dim;
   }
-  int num_blocks = 0, num_pieces = 0;
-  int64_t total = 0;
-  auto cost = [&](const Block& block) {  // rows, and what loading a tile takes: of one kv head
-    return (int64_t)block.num_stretches * (block.tokens * group + 24);
-  };
-  for (int s = 0; s < step->num_spans; s++) {
-    const Span* span = step->spans + s;
-    int first = (span->num_rows - 1) / block_tokens * block_tokens, after = span->num_rows;
-    for (; first >= 0; after = first, first -= block_tokens) {  // the longest work first
-      const int first_stretch = first_seen(attend.window, span->start + first) / KEY_STRETCH;
-      const int last_stretch = (span->start + after - 1) / KEY_STRETCH;
-      blocks[num_blocks] = {span, nullptr, first, after - first, first_stretch,
-                            last_stretch - first_stretch + 1, 0};
-      total += cost(blocks[num_blocks++]);
-    }
+  Work work = {attend, *step, states, attend.scratch + attend.scratch_floats, blocks, wholes};
+  for (bool is_alone : {false, true}) {  // one row, behind the others
+    const int first = work.num_blocks;
+    for (int s = 0; s < step->num_spans; s++)
+      if ((step->spans[s].num_rows == 1) == is_alone) work.add_blocks(step->spans[s]);
+    if (is_alone && !attend.window) work.share(first, work.num_blocks, 0);
   }
+  for (int b = 0; b < work.num_blocks; b++)
+    work.add_piece(b, 1, blocks[b].first_own, blocks[b].first_stretch + blocks[b].num_stretches);
+  int64_t total = 0;
+  for (int p = 0; p < work.num_pieces; p++) total += work.cost(wholes[p]);
   const int64_t share = total * kv_heads / (PIECES_PER_THREAD * attend.threads) + 1;
-  for (int b = 0; b < num_blocks; b++) {
-    Block& block = blocks[b];
-    int each = block.num_stretches;
-    const int64_t floats = (int64_t)kv_heads * block.num_stretches * block.tokens * group *
-                           (attend.arena.dim + 16);
-    if (attend.threads > 1 && each > 1 && cost(block) > share && floats <= end - states) {
-      block.states = states;
-      states += floats;
-      each = each * share / cost(block);
-      if (each < 1) each = 1;
+  int num_pieces = 0;
+  for (int p = 0; p < work.num_pieces; p++) {
+    const Piece& whole = wholes[p];
+    const Block& block = blocks[whole.first_block];
+    int keys = whole.last_key + 1 - whole.first_key;  // of each piece
+    if (attend.threads > 1 && keys > KEY_STRETCH && work.cost(whole) > share &&
+        work.have_states(whole.first_block, whole.first_block + 1)) {
+      keys = keys / KEY_STRETCH * share / work.cost(whole) * KEY_STRETCH;
+      if (keys < KEY_STRETCH) keys = KEY_STRETCH;
     }
     const int start = block.span->start + block.first_token;
     const int first = first_seen(attend.window, start), last = start + block.tokens - 1;
-    for (int s = 0; s < block.num_stretches; s += each, block.left += kv_heads) {
-      const int begin = (block.first_stretch + s) * KEY_STRETCH, end = begin + each * KEY_STRETCH;
-      pieces[num_pieces++] = {b, begin > first ? begin : first, end > last ? last : end - 1};
+    for (int begin = whole.first_key; begin <= whole.last_key; begin += keys) {
+      const int end = begin + keys - 1 < whole.last_key ? begin + keys - 1 : whole.last_key;
+      pieces[num_pieces++] = {whole.first_block, whole.num_blocks, begin > first ? begin : first,
+                              end < last ? end : last};
+      for (int b = 0; b < whole.num_blocks; b++) blocks[whole.first_block + b].left += kv_heads;
     }
   }
   // Of many items one takes a few at once, so that the next one's first tile can be fetched.
@@ -1858,20 +1975,21 @@ void run_attend(const void* args, const Step* step) {
 #endif
     for (int64_t i = begin; i < finish; i++) {
       const Piece& piece = pieces[i / kv_heads];
-      Block& block = blocks[piece.block];
+      Block* const its = blocks + piece.first_block;
       Run after[TILE_RUNS] = {};
       if (i + 1 < finish) {
         const Piece& then = pieces[(i + 1) / kv_heads];
-        find_tile(attend, *step, blocks[then.block], then, (i + 1) % kv_heads,
+        find_tile(attend, *step, blocks[then.first_block], then, (i + 1) % kv_heads,
                   then.first_key / KEY_TILE, after);
       }
       const int32_t precision = attend.arena.precision;
       const auto by_element = precision == FP32   ? attend_piece<float>
                               : precision == BF16 ? attend_piece<uint16_t>
                               : precision == INT8 ? attend_piece<Int8> : attend_piece<Fp8>;
-      by_element(attend, *step, out, block, piece, i % kv_heads, after);
-      if (__atomic_sub_fetch(&block.left, 1, __ATOMIC_ACQ_REL) == 0)
-        finish_block(attend, out, block, step->rows);
+      by_element(attend, *step, out, its, piece, i % kv_heads, after);
+      for (int b = 0; b < piece.num_blocks; b++)
+        if (__atomic_sub_fetch(&its[b].left, 1, __ATOMIC_ACQ_REL) == 0)
+          finish_block(attend, out, its[b], step->rows);
     }
   });
 }
