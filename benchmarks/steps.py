@@ -61,6 +61,18 @@ class Steps:
             made.num_computed = hit * self.page_size
         return made
 
+    def copied(self, stream: Stream) -> Stream:
+        """Another that says the same, with pages of its own."""
+        made = self.stream(stream.token_ids)
+        made.num_prompt, made.num_computed = stream.num_prompt, stream.num_computed
+        made.pages = [self._next_page + i for i in range(len(stream.pages))]
+        made.generations = [self._generation + 1 + i for i in range(len(stream.pages))]
+        self._next_page += len(made.pages)
+        self._generation += len(made.pages)
+        self.runner.arena.assign(list(zip(made.pages, made.generations, strict=True)))
+        self.runner.arena.copy(zip(stream.pages, made.pages, strict=True))
+        return made
+
     def preempt(self, stream: Stream) -> None:
         """Its pages are given up; all its tokens are to be computed again."""
         stream.pages, stream.generations, stream.num_computed = [], [], 0

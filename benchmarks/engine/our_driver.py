@@ -35,6 +35,8 @@ class Ours:
         self._decoding: set[int] = set()
         self._steps = Steps(runner)
         self._mixed: tuple[list[Stream], list[int]] = ([], [])
+        self._sharing: list[Stream] = []
+        self._apart: list[Stream] = []
 
     def about(self) -> str:
         return str(self._runner.compute_precision)
@@ -165,6 +167,24 @@ class Ours:
         both = timed(lambda: self._steps.step([*decodes, *fresh()]))
         alone = timed(lambda: self._steps.step(decodes))
         return both, alone, timed(lambda: self._steps.step(fresh()))
+
+    def prepare_shared(self, prefix: list[int], ends: list[list[int]]) -> None:
+        """Sequences that decode from the same beginning: in the same pages, and in copies."""
+        self._steps.reset()
+        first = self._steps.stream([*prefix, prefix[0]])
+        self._steps.step([(first, len(prefix))])
+        self._sharing = [self._steps.stream(prefix + end, prefix_of=first) for end in ends]
+        self._steps.generate(self._sharing, 1)
+        self._apart = [self._steps.copied(stream) for stream in self._sharing]
+
+    def shared_steps(self) -> tuple[float, float]:
+        """Seconds of (a step of those in the same pages, of the others)."""
+        shared, apart = ([(s, 1) for s in streams] for streams in (self._sharing, self._apart))
+        took = timed(lambda: self._steps.step(shared)), timed(lambda: self._steps.step(apart))
+        assert all(
+            a.completion == b.completion for (a, _), (b, _) in zip(shared, apart, strict=True)
+        )
+        return took
 
 
 def make() -> Driven:

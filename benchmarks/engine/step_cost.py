@@ -1,4 +1,5 @@
-"""Rows about our own steps: what is not spent in kernels, what overlap and mixing prompts in do."""
+"""Rows about our own steps: what is not spent in kernels, what overlap, mixing prompts in and pages
+that sequences share do."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ from statistics import median
 from benchmarks.beside import Beside, Figure, compared
 from benchmarks.engine.bench import SUFFIXES, Bench
 
-OVERHEAD, MIXED = "step_overhead_b1", "mixed_step"
+OVERHEAD, MIXED, SHARED = "step_overhead_b1", "mixed_step", "shared_prefix_step"
 OVERHEAD_LIMIT = 0.10  # of a step at batch 1
 OVERLAPS = (("overlap_b1", 1, 64), ("overlap_b8", 8, 24))  # name, batch, steps of a round
 DECODES, CHUNK, CONTEXT = 31, 256, 256
+AGENTS, PREFIX, END = 24, 1280, 64  # of SHARED; tokens
 
 
 def add_rows(bench: Bench) -> None:
@@ -21,6 +23,8 @@ def add_rows(bench: Bench) -> None:
             _add_overlap(bench, name, batch, count)
     if bench.wants(MIXED):
         _add_mixed(bench)
+    if bench.wants(SHARED):
+        _add_shared(bench)
 
 
 def _add_overhead(bench: Bench) -> None:
@@ -86,3 +90,20 @@ def _add_mixed(bench: Bench) -> None:
         )
         name = f"{MIXED}{SUFFIXES[compute]}"
         bench.add_row(Beside(name, mixed, "s", more_is_better=False, peers=peers, detail=detail))
+
+
+def _add_shared(bench: Bench) -> None:
+    """A step of sequences that begin alike, as agents' do, beside one of as many in own pages."""
+    for compute, ours in bench.ours.items():
+        bench.neighbours.cores()
+        ours.call("prepare_shared", bench.prompt(PREFIX), bench.prompts(AGENTS, END))
+        rounds = [ours.call("shared_steps") for _ in range(bench.rounds(full=21, quick=11))]
+        shared, apart = (median(column) for column in zip(*rounds, strict=True))
+        ratio = median(alone / together for together, alone in rounds)
+        detail = (
+            f"{AGENTS} decodes, {PREFIX} tokens of {PREFIX + END} the same, "
+            f"neighbours {bench.neighbours.cores():.1f} cores"
+        )
+        peers = {"in pages of their own": Figure(apart, ratio)}
+        name = f"{SHARED}{SUFFIXES[compute]}"
+        bench.add_row(Beside(name, shared, "s", more_is_better=False, peers=peers, detail=detail))

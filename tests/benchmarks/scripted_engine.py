@@ -67,6 +67,12 @@ class Scripted:
     def mixed_steps(self) -> tuple[float, float, float]:
         return self._seconds * 3, self._seconds, self._seconds * 2
 
+    def prepare_shared(self, prefix: list[int], ends: list[list[int]]) -> None:
+        assert len(prefix) > len(ends[0])
+
+    def shared_steps(self) -> tuple[float, float]:
+        return self._seconds * 2, self._seconds * 3
+
 
 if __name__ == "__main__":
     serve(lambda: Scripted(float(sys.argv[1])))

@@ -133,16 +133,17 @@ def test_memory_is_of_each_process_and_its_pages_are_told(bench, tmp_path) -> No
     assert row["unit"] == "MB"
 
 
-def test_a_steps_cost_outside_kernels_of_overlap_and_of_mixing(bench) -> None:
+def test_a_steps_cost_outside_kernels_of_overlap_mixing_and_sharing(bench) -> None:
     step_cost.add_rows(bench)
     rows = rows_of(bench)
-    own = ("step_overhead_b1", "overlap_b1", "overlap_b8", "mixed_step")
+    own = ("step_overhead_b1", "overlap_b1", "overlap_b8", "mixed_step", "shared_prefix_step")
     assert set(rows) == {f"{row}{suffix}" for row in own for suffix in ("", "_fast")}
     assert rows["overlap_b8"]["ratio"] == pytest.approx(1.5)
     overhead, mixed = rows["step_overhead_b1"], rows["mixed_step"]
     assert (overhead["ours"], overhead["ratio"]) == (pytest.approx(0.05), pytest.approx(2.0))
     assert (mixed["ours"], mixed["peer_name"]) == (pytest.approx(0.006), "its parts alone")
     assert mixed["ratio"] == pytest.approx(1.0)
+    assert rows["shared_prefix_step"]["ratio"] == pytest.approx(1.5)
 
 
 def test_without_compiled_kernels_their_share_is_absent_with_the_remedy(bench, scripted) -> None:

