@@ -1906,9 +1906,13 @@ struct Work {  // a step's, as it is parted
         if (read_same(blocks[first], blocks[b], stretch)) std::swap(blocks[b], blocks[same++]);
       const int most = most_tokens(), count = (same - first + most - 1) / most;
       if (same == first + 1 || num_pieces + count > step.rows || !have_states(first, same)) continue;
-      int last = stretch;
-      for (int b = first; b == first || b == same; last++)
-        for (b = first + 1; b < same && read_same(blocks[first], blocks[b], last + 1);) b++;
+      const auto all_read_same = [&](int later) {
+        for (int b = first + 1; b < same; b++)
+          if (!read_same(blocks[first], blocks[b], later)) return false;
+        return true;
+      };
+      int last = stretch + 1;
+      while (all_read_same(last)) last++;
       for (int b = first; b < same; b++) blocks[b].first_own = last;
       for (int b = first; b < same; b += most)
         add_piece(b, same - b < most ? same - b : most, stretch, last);
