@@ -253,10 +253,9 @@ PREFIXES = [  # of each sequence: the one it begins like, tokens of that, tokens
 def sharing_sequences(shape: Shape, prefixes: Sequence[tuple[int, int, int]]) -> list[Tokens]:
     """Sequences of (tokens as another's, its own after them)."""
     made: list[Tokens] = []
-    for seed, (of, num_shared, tokens) in enumerate(prefixes):
+    for seed, (of, cut, tokens) in enumerate(prefixes):
         own = random_sequence(shape, tokens, seed=seed)
-        first = made[of] if num_shared else own
-        cut = num_shared
+        first = made[of] if cut else own
         made.append(
             Tokens(
                 torch.cat([first.keys[:cut], own.keys[cut:]]),
@@ -281,7 +280,7 @@ def test_rows_do_not_depend_on_who_shares_their_pages(
     """A tree of prefixes, its sequences in any order, beside a chunk: the bits of each alone."""
     shape = Shape(*sizes, precision=precision)
     sequences = sharing_sequences(shape, PREFIXES)
-    known = [0, 7, 3]  # whose pages others have; 3 has some of 0's
+    known = [0, 7, 3]  # whose pages others have, in this order: 3 has some of 0's
     others = sorted(set(range(len(PREFIXES))) - set(known))
     order = known + numpy.random.default_rng(1).permutation(others).tolist()
     places = {index: place for place, index in enumerate(order)}
