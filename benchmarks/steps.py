@@ -65,11 +65,7 @@ class Steps:
         """Another that says the same, with pages of its own."""
         made = self.stream(stream.token_ids)
         made.num_prompt, made.num_computed = stream.num_prompt, stream.num_computed
-        made.pages = [self._next_page + i for i in range(len(stream.pages))]
-        made.generations = [self._generation + 1 + i for i in range(len(stream.pages))]
-        self._next_page += len(made.pages)
-        self._generation += len(made.pages)
-        self.runner.arena.assign(list(zip(made.pages, made.generations, strict=True)))
+        self.runner.arena.assign([self._take_page(made) for _ in stream.pages])
         self.runner.arena.copy(zip(stream.pages, made.pages, strict=True))
         return made
 
@@ -85,11 +81,7 @@ class Steps:
         for stream, count in work:
             start, stop = stream.num_computed, stream.num_computed + count
             while len(stream.pages) * self.page_size < stop:
-                self._generation += 1
-                stream.pages.append(self._next_page)
-                stream.generations.append(self._generation)
-                assigned.append((self._next_page, self._generation))
-                self._next_page += 1
+                assigned.append(self._take_page(stream))
             if stop % self.page_size and assigned and assigned[-1][0] == stream.pages[-1]:
                 tails.append((stream.pages[-1], stop % self.page_size))
             rows.append(
@@ -115,6 +107,15 @@ class Steps:
             if token is not None:
                 stream.token_ids.append(token)
         return result
+
+    def _take_page(self, stream: Stream) -> tuple[int, int]:
+        """(page_id, generation) of the page that is its next now."""
+        self._generation += 1
+        taken = self._next_page, self._generation
+        self._next_page += 1
+        stream.pages.append(taken[0])
+        stream.generations.append(taken[1])
+        return taken
 
     def generate(
         self, streams: Sequence[Stream], num_tokens: int, *, chunks: Sequence[int] = (1 << 20,)

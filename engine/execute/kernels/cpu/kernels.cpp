@@ -1892,14 +1892,14 @@ struct Work {  // a step's, as it is parted
     return true;
   }
 
-  void add_piece(int first, int blocks, int stretch, int after_stretch) {
-    pieces[num_pieces++] = {first, blocks, stretch * KEY_STRETCH, after_stretch * KEY_STRETCH - 1};
+  void add_piece(int first, int count, int stretch, int after_stretch) {
+    pieces[num_pieces++] = {first, count, stretch * KEY_STRETCH, after_stretch * KEY_STRETCH - 1};
   }
 
   // Of blocks of a row each that read the same before a stretch: pieces of what several read the
   // same from there on, as a trie has their prefixes (Juravsky et al., 2024: "Hydragen", with a
   // tree of shared prefixes). Moves blocks only within the range, so that its pieces stay true.
-  void share(int first, int after, int stretch) {
+  void share_prefixes(int first, int after, int stretch) {
     for (int same; first < after; first = same) {
       same = first + 1;
       for (int b = same; b < after; b++)
@@ -1916,7 +1916,7 @@ struct Work {  // a step's, as it is parted
       for (int b = first; b < same; b++) blocks[b].first_own = last;
       for (int b = first; b < same; b += most)
         add_piece(b, same - b < most ? same - b : most, stretch, last);
-      share(first, same, last);
+      share_prefixes(first, same, last);
     }
   }
 
@@ -1944,7 +1944,7 @@ void run_attend(const void* args, const Step* step) {
     const int first = work.num_blocks;
     for (int s = 0; s < step->num_spans; s++)
       if ((step->spans[s].num_rows == 1) == is_alone) work.add_blocks(step->spans[s]);
-    if (is_alone && !attend.window) work.share(first, work.num_blocks, 0);
+    if (is_alone && !attend.window) work.share_prefixes(first, work.num_blocks, 0);
   }
   for (int b = 0; b < work.num_blocks; b++)
     work.add_piece(b, 1, blocks[b].first_own, blocks[b].first_stretch + blocks[b].num_stretches);
